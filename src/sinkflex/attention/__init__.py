@@ -1,0 +1,1 @@
+"""Attention: learned sinks, windows, packed and shared-prefix masks in one path."""

@@ -1,0 +1,1 @@
+"""Environments: what the agent acts on."""

@@ -1,0 +1,1 @@
+"""Learner: trajectories to rows to batches to one optimizer step."""

@@ -1,0 +1,1 @@
+"""Methods: one paper, one small file over one loop."""

@@ -1,0 +1,1 @@
+"""Policies: what acts; messages to token ids, models, samplers."""

@@ -1,0 +1,1 @@
+"""Rollouts: environments times policy gives trajectories."""

@@ -1,0 +1,1 @@
+"""Tasks: suites with splits, and which task is drawn next."""

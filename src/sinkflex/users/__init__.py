@@ -1,0 +1,1 @@
+"""Users: who the agent talks to."""
