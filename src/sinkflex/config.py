@@ -1,0 +1,315 @@
+"""Every option of a run: typed, documented, checked before anything heavy is imported.
+
+A recipe is a TOML file that holds only what differs from these defaults (`recipe.py` reads it). To add an option: add a
+field with a docstring to its section, and a line to `_contradictions` if it cannot go with another one. Options of a
+method live in the method's own file (see `MethodConfig`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+TaskSet = Literal["test", "held_out", "train"]
+
+
+class Section(BaseModel):
+    """A section of a recipe: unknown keys are errors, values keep their TOML type, nothing changes after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class RunConfig(Section):
+    """Where and how a run executes."""
+
+    name: str = ""
+    """Name of the run; the recipe's file name if empty."""
+    directory: str = ""
+    """Run directory; runs/<name> if empty. One that exists is continued."""
+    seed: CountOrZero = 0
+    """Seed of every random stream."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where tensors live; auto takes a GPU if there is one."""
+    threads: CountOrZero = 0
+    """CPU threads of torch; 0 leaves the choice to torch."""
+    deterministic: bool = True
+    """Same seed, same bits: deterministic kernels, and no wall-clock deadlines."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the model's forward and backward pass; master weights are float32."""
+
+
+class TinyConfig(Section):
+    """Shape of the gpt-oss-like model that `model.path = "tiny"` builds and trains from scratch."""
+
+    hidden: Count = 128
+    """Width of the residual stream."""
+    layers: Count = 4
+    """Transformer layers; even ones use the sliding window, odd ones see everything."""
+    heads: Count = 4
+    """Query heads, each with a learned sink."""
+    kv_heads: Count = 2
+    """Key and value heads."""
+    head_dim: Count = 32
+    """Size of one head; even, for rotary positions."""
+    intermediate: Count = 128
+    """Width of one expert."""
+    experts: Count = 4
+    """Experts in each layer."""
+    experts_per_token: Count = 2
+    """Experts that see one token."""
+    window: Count = 64
+    """Keys a sliding-window layer sees, the token itself included."""
+    vocabulary: Annotated[int, Field(ge=512)] = 2048
+    """Size of the tokenizer trained on the domain's texts."""
+    max_tokens: Count = 2048
+    """Longest sequence the model accepts."""
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = "tiny"
+    """`tiny`, or a local Hugging Face folder."""
+    attention: Literal["sink_plan", "eager"] = "sink_plan"
+    """Attention path; eager is the reference, with memory quadratic in length."""
+    trust_remote_code: bool = False
+    """Run Python files found in the model folder. Only for folders whose code you have read."""
+    tiny: TinyConfig = TinyConfig()
+    """Shape, when path is `tiny`."""
+
+
+class EnvConfig(Section):
+    """The environment and its user."""
+
+    domain: Literal["telecom", "mock", "retail", "airline"] = "telecom"
+    """Domain of tau2-bench."""
+    solo: bool = False
+    """The agent works alone from a ticket and owns the user's tools too."""
+    user: Literal["scripted"] = "scripted"
+    """Who the agent talks to, unless solo."""
+    max_turns: Count = 30
+    """Agent turns after which an episode is truncated."""
+
+
+class PromptConfig(Section):
+    """What the policy reads before the conversation."""
+
+    policy_text: Literal["full", "short", "none"] = "full"
+    """The domain's policy document: as it is, our summary of it, or nothing."""
+    tools: Literal["full", "compact"] = "full"
+    """Tool schemas: JSON with descriptions, or one signature a line."""
+
+
+class TasksConfig(Section):
+    """Which tasks are trained on, and how they are drawn."""
+
+    pool: Literal["train", "full"] = "train"
+    """The official train split, or all tasks except the test tasks and their persona siblings (telecom)."""
+    sampling: Literal["uniform", "variance"] = "uniform"
+    """Uniform, or by 4P(1-P) of the pass rate P of the task's bucket."""
+    bucket: tuple[str, ...] = Field(default=("family", "faults"), strict=False, min_length=1)
+    """Task tags that define a bucket (variance sampling)."""
+    ema: Fraction = 0.3
+    """Weight of the newest pass rate in a bucket's moving average (variance sampling)."""
+    floor: Fraction = 0.02
+    """Least weight of a bucket, so that none is forgotten (variance sampling)."""
+
+
+class WarmupConfig(Section):
+    """The warm start: supervised training on a scripted expert. Off while steps is 0."""
+
+    steps: CountOrZero = 0
+    """Optimizer steps; 0 switches the stage off."""
+    demonstrations: Count = 16
+    """Train tasks shown by the expert."""
+    repeats: Count = 4
+    """Episodes of the expert on each of them."""
+    omit: Fraction = 0.0
+    """Probability with which the expert leaves out a remedy, so that exploration has something to find."""
+    shuffle: bool = True
+    """Randomize the order of the expert's checks."""
+    learning_rate: Positive = 1e-5
+    """Peak learning rate; cosine to 0."""
+    batch_tokens: Count = 8192
+    """Tokens of one step."""
+
+
+class RolloutConfig(Section):
+    """How episodes are sampled in training."""
+
+    groups: Count = 14
+    """Tasks of one step."""
+    group_size: Count = 8
+    """Episodes of one task."""
+    slots: Count = 128
+    """Episodes that run at once."""
+    temperature: Positive = 1.0
+    """Sampling temperature; log-probs are taken at this temperature everywhere."""
+    max_turn_tokens: Count = 48
+    """Tokens the policy may sample in one turn."""
+    max_tokens: Count = 1536
+    """Tokens of a whole episode, prompt included; beyond it the episode is truncated."""
+
+
+class MethodConfig(Section):
+    """The method, and its own options: every further key of `[method]` is checked by the method's options model."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = "grpo"
+    """A name from `sinkflex methods`, or `package.module:Class`."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The method's own options as written; the method parses them with `recipe.parse_section`."""
+        return dict(self.model_extra or {})
+
+
+class LearnerConfig(Section):
+    """The optimizer (AdamW) and how a batch is cut."""
+
+    learning_rate: Positive = 1e-6
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
+    """Decay rates of AdamW's two averages."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay; not applied to sinks, norms and biases."""
+    warmup_steps: CountOrZero = 0
+    """Steps of linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up, down to 0 at the last step."""
+    clip_norm: Positive = 1.0
+    """Largest norm of the gradient."""
+    mini_batches: Count = 1
+    """Optimizer updates one batch is cut into, by whole groups."""
+    epochs: Count = 1
+    """Passes over a batch."""
+    micro_batch_tokens: Count = 8192
+    """Tokens of one forward pass; changes memory, never the gradient."""
+
+
+class TrainConfig(Section):
+    """The loop."""
+
+    steps: CountOrZero = 100
+    """Steps of reinforcement learning; 0 trains the warm start alone."""
+    validate_every: CountOrZero = 10
+    """Steps between validations; 0 validates only at both ends."""
+    checkpoint_every: Count = 10
+    """Steps between checkpoints; the last step always leaves one."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints kept, besides the best."""
+
+
+class ValidationConfig(Section):
+    """How the score `validation/mean@1` is measured."""
+
+    split: TaskSet = "test"
+    """Task set of the score: test and train are official splits, held_out is 200 tasks apart from both."""
+    extra: tuple[TaskSet, ...] = Field(default=(), strict=False)
+    """Further task sets scored at both ends of the run."""
+    trials: Count = 1
+    """Episodes of each task."""
+    temperature: NotNegative = 0.0
+    """Sampling temperature; 0 is greedy."""
+
+
+class LogConfig(Section):
+    """Where metrics go."""
+
+    writers: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "trackio"], ...] = Field(
+        default=("console", "jsonl", "tensorboard"), strict=False
+    )
+    """Writers; wandb and trackio need the `trackers` extra."""
+
+
+class Config(Section):
+    """A whole recipe."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    env: EnvConfig = EnvConfig()
+    prompt: PromptConfig = PromptConfig()
+    tasks: TasksConfig = TasksConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    method: MethodConfig = MethodConfig()
+    learner: LearnerConfig = LearnerConfig()
+    train: TrainConfig = TrainConfig()
+    validation: ValidationConfig = ValidationConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def run_directory(self) -> Path:
+        """Folder of the run."""
+        return Path(self.run.directory or Path("runs") / (self.run.name or "run"))
+
+    def flat(self) -> dict[str, Any]:
+        """Return {"section.key": JSON value}, for comparing two configs."""
+        return dict(leaves(self.model_dump(mode="json")))
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> Self:
+        for wrong, message in _contradictions(self):
+            if wrong:
+                raise ValueError(message)
+        return self
+
+
+def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
+    """Yield (is it so?, text) for every pair of options that cannot both hold."""
+    tiny, rollout, env, learner = config.model.tiny, config.rollout, config.env, config.learner
+    yield (
+        tiny.heads % tiny.kv_heads != 0,
+        f"model.tiny.heads = {tiny.heads} is not a multiple of model.tiny.kv_heads = {tiny.kv_heads}. "
+        f"Type model.tiny.kv_heads = {tiny.heads} or a divisor of it.",
+    )
+    yield tiny.head_dim % 2 != 0, f"model.tiny.head_dim = {tiny.head_dim} is odd. Type {tiny.head_dim + 1}."
+    yield (
+        tiny.experts_per_token > tiny.experts,
+        f"model.tiny.experts_per_token = {tiny.experts_per_token} is more than model.tiny.experts = {tiny.experts}. "
+        f"Type model.tiny.experts_per_token = {tiny.experts} or less.",
+    )
+    yield (
+        config.model.path == "tiny" and rollout.max_tokens > tiny.max_tokens,
+        f"rollout.max_tokens = {rollout.max_tokens} is more than the model accepts, model.tiny.max_tokens = "
+        f"{tiny.max_tokens}. Type rollout.max_tokens = {tiny.max_tokens} or less.",
+    )
+    yield (
+        rollout.max_turn_tokens >= rollout.max_tokens,
+        f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room in rollout.max_tokens = "
+        f"{rollout.max_tokens}. Type a smaller rollout.max_turn_tokens.",
+    )
+    yield (
+        learner.mini_batches > rollout.groups,
+        f"learner.mini_batches = {learner.mini_batches} cannot cut rollout.groups = {rollout.groups} by whole groups. "
+        f"Type learner.mini_batches = {rollout.groups} or less.",
+    )
+    yield (
+        env.solo and env.domain in ("retail", "airline"),
+        f'env.solo = true needs tasks with a ticket, which env.domain = "{env.domain}" has not. '
+        'Type env.domain = "telecom" or env.solo = false.',
+    )
+    yield (
+        config.tasks.pool == "full" and env.domain != "telecom",
+        f'tasks.pool = "full" exists for telecom only, found env.domain = "{env.domain}". Type tasks.pool = "train".',
+    )
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ("section.key", value) for every value of nested mappings."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,195 @@
+"""From a recipe file and `--set` to a checked `Config`; every mistake becomes one line a user can act on.
+
+Precedence: defaults < recipe < `--set section.key=value`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from sinkflex.config import Config, leaves
+
+SectionT = TypeVar("SectionT", bound=BaseModel)
+
+# What pydantic calls a type, and what somebody who writes TOML calls it.
+_WORDS = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid string": "text in quotes",
+    "a valid boolean": "true or false",
+    "a valid tuple": "a list in [brackets]",
+}
+
+
+class ConfigError(ValueError):
+    """A mistake in a recipe or in `--set`: what was found, what was expected, what to type."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a recipe, apply `section.key=value` overrides, check everything.
+
+    Args:
+        path: a TOML file, for instance `recipes/smoke.toml` or the `config.toml` of a run.
+        overrides: texts of `--set`; a value that is not TOML is taken as a string.
+
+    Raises:
+        ConfigError: one line for each mistake.
+    """
+    path = Path(path)
+    data = _read_toml(path)
+    sources: dict[str, str] = {}
+    for override in overrides:
+        key, value = _parse_override(override)
+        sources[".".join(key)] = f"--set {override}"
+        _assign(data, key, value, override)
+    run = data.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("name", path.stem)
+    return parse_section(Config, data, str(path), sources=sources)
+
+
+def parse_section(
+    model: type[SectionT],
+    data: Mapping[str, Any],
+    source: str,
+    prefix: str = "",
+    sources: Mapping[str, str] | None = None,
+) -> SectionT:
+    """Validate `data` with a pydantic model and turn its errors into lines a user can act on.
+
+    Args:
+        model: the model, for instance a method's options.
+        data: what was written.
+        source: starts each line; usually the file.
+        prefix: dotted path of this section ("method"), for the names in the messages.
+        sources: keys that came from elsewhere, {dotted key: where}.
+
+    Raises:
+        ConfigError: one line for each mistake.
+    """
+    try:
+        return model.model_validate(dict(data))
+    except ValidationError as error:
+        lines = []
+        for item in error.errors(include_url=False):
+            location = [str(part) for part in item["loc"]]
+            key = ".".join([prefix, *location] if prefix else location)
+            related = (where for name, where in (sources or {}).items() if f"{key}.".startswith(f"{name}."))
+            where = next(related, source)
+            lines.append(f"{where}: {_explain(model, item, location, key)}")
+        raise ConfigError("\n".join(lines)) from None
+
+
+def dump_config(config: Config) -> str:
+    """Return the complete config as TOML; `load_config` reads it back to an equal one."""
+    lines: list[str] = []
+    for section, values in config.model_dump(mode="json").items():
+        tables = {section: {}}
+        for key, value in values.items():
+            target, pairs = (f"{section}.{key}", value) if isinstance(value, dict) else (section, {key: value})
+            tables.setdefault(target, {}).update(pairs)
+        for title, pairs in tables.items():
+            # A JSON scalar or list is valid TOML as it stands.
+            texts = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in pairs.items())
+            lines += [f"[{title}]", *texts, ""]
+    return "\n".join(lines)
+
+
+def did_you_mean(found: str, choices: Iterable[str]) -> str:
+    """Return " Did you mean X?" for the nearest choice, or an empty string."""
+    near = difflib.get_close_matches(found, list(choices), n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def _explain(model: type[BaseModel], item: Mapping[str, Any], location: list[str], key: str) -> str:
+    """Return one mistake in words: what was found, what was expected, what to type."""
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"])
+    if item["type"] == "extra_forbidden":
+        return _explain_unknown(model, location, key)
+    found = json.dumps(item["input"], ensure_ascii=False, default=str)
+    if item["type"] == "model_type":
+        return f"{key} = {found}, expected a section [{key}] with options of its own."
+    expected = item["msg"].removeprefix("Input should be ")
+    for theirs, ours in _WORDS.items():
+        expected = expected.replace(theirs, ours)
+    field = _field(model, location)
+    if item["type"] == "literal_error":
+        expected += "." + did_you_mean(str(item["input"]), re.findall(r"'(.*?)'", item["ctx"]["expected"]))
+    elif field is not None and field.default:
+        expected += f", for instance {json.dumps(field.default)}."
+    else:
+        expected += "."
+    about = f" ({field.description})" if field is not None and field.description else ""
+    return f"{key} = {found}, expected {expected}{about}"
+
+
+def _explain_unknown(model: type[BaseModel], location: list[str], key: str) -> str:
+    """Return the message for a key that does not exist, with the nearest one that does."""
+    parent = _section(model, location[:-1])
+    here = [key.removesuffix(location[-1]) + name for name in parent.model_fields]
+    namesakes = [name for name, _ in leaves(model().model_dump()) if name.split(".")[-1] == location[-1]]
+    if near := difflib.get_close_matches(location[-1], parent.model_fields, n=1):
+        hint = f"Did you mean {key.removesuffix(location[-1])}{near[0]}?"
+    elif namesakes:
+        hint = f"Did you mean {' or '.join(namesakes)}?"
+    else:
+        hint = f"There are {', '.join(here)}."
+    return f"{key} is not {'a section' if parent is Config else 'an option'}. {hint}"
+
+
+def _section(model: type[BaseModel], location: list[str]) -> type[BaseModel]:
+    """Return the model of the section at this location, or of the innermost section around it."""
+    for part in location:
+        inner = model.model_fields[part].annotation if part in model.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            break
+        model = inner
+    return model
+
+
+def _field(model: type[BaseModel], location: list[str]) -> FieldInfo | None:
+    """Return the field a mistake is in; for an entry of a list, the list's field."""
+    fields = _section(model, location).model_fields
+    return next((fields[part] for part in reversed(location) if part in fields), None)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        known = sorted({str(found) for folder in (path.parent, Path("recipes")) for found in folder.glob("*.toml")})
+        hint = did_you_mean(str(path), known) or (f" Recipes here: {', '.join(known)}." if known else "")
+        raise ConfigError(f"{path}: no such file, expected a recipe.{hint}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}), expected a recipe.") from None
+
+
+def _parse_override(text: str) -> tuple[list[str], Any]:
+    key, separator, value = text.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not separator or len(parts) < 2 or not all(parts):
+        raise ConfigError(f"--set {text}: expected section.key=value, for instance --set train.steps=20")
+    try:
+        return parts, tomllib.loads(f"value = {value.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        return parts, value.strip()
+
+
+def _assign(data: dict[str, Any], key: list[str], value: Any, text: str) -> None:
+    for part in key[:-1]:
+        data = data.setdefault(part, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"--set {text}: {part} is a value, not a section; expected section.key=value")
+    data[key[-1]] = value
