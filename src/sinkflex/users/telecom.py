@@ -76,24 +76,23 @@ GOALS = {
     "service": Goal("check_status_bar", _has_service),
 }
 
-_TRANSFER = re.compile(r"\btransferr(?:ed|ing)\b|\btransfer you (?:now|to)\b", re.IGNORECASE)
-_PLAN = re.compile(r"\b(?:change|switch|upgrade|different|new|another|bigger|larger)\b.{0,30}\bplan\b", re.IGNORECASE)
-_REFUEL = re.compile(
-    r"refuel|top.?up|how (?:much|many)\b.*\b(?:data|gb|gigabytes)|(?:add|buy|more|extra|additional) data", re.I
-)
-_IDENTITY = re.compile(
-    r"\byour (?:full |phone |mobile |account )?(?:name|number|id)\b|who am i|identify|\bverify you\b", re.I
-)
-_PLACE = re.compile(r"\babroad\b|travell?ing|\bcountry\b|\bwhere\b|outside|\blocation\b|at home\b", re.IGNORECASE)
-_PERMISSION = re.compile(
-    r"\b(?:shall|should|may|can) (?:i|we)\b|is that (?:ok|fine|all right)|would you like|do you want", re.I
-)
-_SOLVED = re.compile(
-    r"working|\bworks?\b|solved|resolved|fixed|anything else|try (?:it )?again|any better", re.IGNORECASE
-)
-_YES = re.compile(
-    r"\b(?:yes|yeah|sure|correct|right|go ahead|please do|ok|okay|safe|worry|fine|exactly|no)\b", re.IGNORECASE
-)
+# What the agent's words are about, beside requests to act on the phone.
+_TALK = {
+    "transfer": r"\btransferr(?:ed|ing)\b|\btransfer you (?:now|to)\b",
+    "plan": r"\b(?:change|switch|upgrade|different|new|another|bigger|larger)\b.{0,30}\bplan\b",
+    "refuel": r"refuel|top.?up|how (?:much|many)\b.*\b(?:data|gb|gigabytes)|(?:add|buy|more|extra|additional) data",
+    "identity": r"\byour (?:full |phone |mobile |account )?(?:name|number|id)\b|identify|\bverify you\b",
+    "place": r"\babroad\b|travell?ing|\bcountry\b|\bwhere\b|outside|\blocation\b|at home\b",
+    "consent": r"\b(?:shall|should|may|can) (?:i|we)\b|is that (?:ok|fine)|would you like|do you want",
+    "outcome": r"working|\bworks?\b|solved|resolved|fixed|anything else|try (?:it )?again|any better",
+    "yes": r"\b(?:yes|yeah|sure|correct|right|go ahead|please do|ok|okay|safe|worry|fine|exactly|no)\b",
+}
+_TALK_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _TALK.items()}
+
+
+def _about(topic: str, text: str) -> bool:
+    """Return whether the agent's text is about a topic of `_TALK`."""
+    return _TALK_PATTERNS[topic].search(text) is not None
 
 
 class TelecomUser:
@@ -141,10 +140,10 @@ class TelecomUser:
         self._turn += 1
         self._replies, self._bar = [], ""
         self._consents = self._acted = False
-        if _TRANSFER.search(text) and "?" not in text:
+        if _about("transfer", text) and "?" not in text:
             return UserAction(text="Okay, thank you.", stop=UserStop.TRANSFER)
         wanted = requests(text)
-        if not wanted and self._asked and _YES.search(text):
+        if not wanted and self._asked and _about("yes", text):
             self._queue, self._asked = self._asked, []
             return self._next()
         self._answer(text, bool(wanted))
@@ -155,7 +154,7 @@ class TelecomUser:
         if len(wanted) > self._persona.steps:
             self._replies.append("Please give me one step at a time.")
             self._queue = [] if self._persona.refuses else self._queue
-        if not self._queue and not self._replies and _SOLVED.search(text):
+        if not self._queue and not self._replies and _about("outcome", text):
             self._queue = [Request(self._goal.check)]
         return self._next()
 
@@ -188,19 +187,19 @@ class TelecomUser:
     def _answer(self, text: str, acting: bool) -> None:
         """Answer what the agent wants to know or wants consent for."""
         asking = "?" in text or "let me know" in text.lower()
-        if asking and _PLAN.search(text):
+        if asking and _about("plan", text):
             self._replies.append("I do not want to change my plan.")
-        if asking and _REFUEL.search(text):
+        if asking and _about("refuel", text):
             self._consents = True
             wish = f"Yes, please refuel {self._refuel} GB of data." if self._refuel else "I do not want to refuel data."
             self._replies.append(wish)
         if acting or self._replies:
             return
-        if _IDENTITY.search(text):
+        if _about("identity", text):
             self._replies.append(self._known[0] if self._known else "I do not have that information.")
-        elif asking and _PLACE.search(text):
+        elif asking and _about("place", text):
             self._replies.append(self._known[1] if len(self._known) > 1 else "I do not have that information.")
-        elif asking and _CONSENT.search(text) and not _SOLVED.search(text):
+        elif asking and _about("consent", text) and not _about("outcome", text):
             self._consents = True
             self._replies.append("Yes, please go ahead.")
 
