@@ -1,0 +1,129 @@
+"""tau2's tasks: splits, tags, and two pools of our own. A task is validated only when somebody plays it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from tau2.data_model.tasks import Task
+from tau2.utils import DATA_DIR
+
+DOMAINS = ("telecom", "retail", "airline", "mock")
+_TELECOM_ID = re.compile(r"\[(?P<family>\w+)_issue\](?P<faults>.*)\[PERSONA:(?P<persona>\w+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """A task by name, with the facts that tables and samplers need.
+
+    Attributes:
+        tags: for telecom {"family": "service" | "mobile_data" | "mms", "faults": int, "persona": "None" | "Easy" |
+            "Hard"}, all read off the task id; empty for the other domains.
+    """
+
+    domain: str
+    task_id: str
+    tags: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+def load(domain: str, split: str) -> list[TaskSpec]:
+    """Return the tasks of a split in the package's order.
+
+    Args:
+        domain: one of `DOMAINS`.
+        split: a split of the package (`base`, and where they exist `train`, `test`, `small`, `full`). Telecom has two
+            more, cut from `full`: `pool` leaves out the test tasks and their persona siblings and is safe to train on;
+            `held_out` leaves out the training tasks and theirs too, for a second look at generalization.
+
+    Raises:
+        ValueError: no such domain or split.
+    """
+    return [spec(domain, task_id) for task_id in _ids(checked_domain(domain), split)]
+
+
+def spec(domain: str, task_id: str) -> TaskSpec:
+    """Return one task by name.
+
+    Raises:
+        ValueError: the domain has no such task.
+    """
+    if task_id not in _texts(checked_domain(domain)):
+        raise ValueError(
+            f"{domain} has no task {task_id!r}; {nearest(task_id, _texts(domain))}. "
+            f"List them with sinkflex.envs.tau2.tasks.load({domain!r}, 'base')."
+        )
+    return TaskSpec(domain, task_id, MappingProxyType(_tags(task_id) if domain == "telecom" else {}))
+
+
+@cache
+def read(domain: str, task_id: str) -> Task:
+    """Return the package's own task object. It is shared by every environment: do not change it.
+
+    Raises:
+        ValueError: the domain has no such task.
+    """
+    spec(domain, task_id)
+    return Task.model_validate_json(_texts(domain)[task_id])
+
+
+def checked_domain(domain: str) -> str:
+    """Return the domain, or raise ValueError with the nearest name."""
+    if domain not in DOMAINS:
+        raise ValueError(f"unknown domain {domain!r}; {nearest(domain, DOMAINS)}. Domains: {', '.join(DOMAINS)}.")
+    return domain
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return "did you mean ...?" for the closest choice, or "nothing is close to it"."""
+    matches = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=0.4)
+    return f"did you mean {matches[0]!r}?" if matches else "nothing is close to it"
+
+
+def _ids(domain: str, split: str) -> list[str]:
+    splits = _splits(domain)
+    if split in splits:
+        return splits[split]
+    if domain == "telecom" and split in ("pool", "held_out"):
+        avoided = splits["test"] if split == "pool" else splits["test"] + splits["train"]
+        siblings = {_without_persona(task_id) for task_id in avoided}
+        return [task_id for task_id in splits["full"] if _without_persona(task_id) not in siblings]
+    known = [*splits, "pool", "held_out"] if domain == "telecom" else list(splits)
+    raise ValueError(f"{domain} has no split {split!r}; {nearest(split, known)}. Splits: {', '.join(known)}.")
+
+
+@cache
+def _splits(domain: str) -> dict[str, list[str]]:
+    return json.loads((DATA_DIR / "tau2" / "domains" / domain / "split_tasks.json").read_text("utf-8"))
+
+
+@cache
+def _texts(domain: str) -> dict[str, str]:
+    """JSON text of each task by id: telecom's 14 MB are parsed once and kept as text, a third of its size as objects."""
+    text = (DATA_DIR / "tau2" / "domains" / domain / "tasks.json").read_text("utf-8")
+    decoder, texts = json.JSONDecoder(), {}
+    start = text.find("{")
+    while start >= 0:
+        task, end = decoder.raw_decode(text, start)
+        texts[task["id"]] = text[start:end]
+        start = text.find("{", end)
+    return texts
+
+
+def _tags(task_id: str) -> dict[str, Any]:
+    match = _TELECOM_ID.fullmatch(task_id)
+    assert match, f"telecom task id of an unknown form: {task_id!r}"
+    return {
+        "family": match["family"],
+        "faults": len(match["faults"].split("|")),
+        "persona": match["persona"],
+    }
+
+
+def _without_persona(task_id: str) -> str:
+    return task_id.partition("[PERSONA:")[0]
