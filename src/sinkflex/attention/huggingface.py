@@ -1,0 +1,121 @@
+"""Any Hugging Face causal language model on `sink_attention`, unedited: `attn_implementation="sink_plan"`.
+
+Importing this module registers two functions with transformers under that name: the attention, and a mask function
+that returns a `Plan` for a padded batch (None otherwise) instead of a dense mask. The plan of a forward pass is, in
+this order: the keyword argument `plan=` of the model, the 2-D attention mask, documents told by position_ids that
+restart, or else one causal sequence a row.
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sink_plan")
+    require_live_sinks(model)
+    plan = Plan.from_lengths([300, 200])
+    model(input_ids=ids, position_ids=torch.from_numpy(plan.position)[None], plan=plan)
+
+Shape letters: B rows, H query heads, K key heads, T tokens of a row, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from sinkflex.attention.plan import Plan
+from sinkflex.attention.sink import sink_attention
+
+NAME = "sink_plan"  # a name with "flash" in it would be redirected to a kernel from the hub
+
+
+def plan_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Plan | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    plan: Plan | None = None,
+    position_ids: torch.Tensor | None = None,
+    softcap: float | None = None,
+    slots: Any | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls in every layer.
+
+    Args:
+        query: [B, H, T, D].
+        key: [B, K, T, D].
+        value: [B, K, T, D].
+        s_aux: [H] sinks of the layer.
+        slots: the sampler's `SlotCache`, which holds earlier keys and values and attends in place of a plan.
+
+    Returns:
+        [B, T, H, D], and None for the weights.
+    """
+    where = type(module).__name__ + f" of layer {getattr(module, 'layer_idx', '?')}"
+    if softcap is not None or dropout:
+        raise ValueError(f"{where} wants softcap={softcap}, dropout={dropout}; sink_plan has neither, use eager")
+    if s_aux is None and getattr(module, "sinks", None) is not None:
+        raise ValueError(f"{where} owns sinks but did not pass them as s_aux; they would be lost, use eager")
+    if slots is not None:
+        return slots.attend(module.layer_idx, query, key, value, s_aux, scaling, sliding_window), None
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(f"{where} has {query.shape[2]} queries and {key.shape[2]} keys; pass use_cache=False")
+    if plan is None:
+        plan = attention_mask if attention_mask is not None else _plan_from_positions(query, position_ids)
+    out = sink_attention(query, key, value, plan, s_aux, scaling, sliding_window)
+    return out.transpose(1, 2), None
+
+
+def plan_mask(attention_mask: torch.Tensor | None = None, **_: Any) -> Plan | None:
+    """The mask function that transformers calls once a layer type; a 2-D attention mask [B, T] becomes a plan."""
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    return Plan.padded(attention_mask.cpu().numpy())
+
+
+def _plan_from_positions(query: torch.Tensor, position_ids: torch.Tensor | None) -> Plan:
+    """Documents start where the position does not grow by one."""
+    batch, _, tokens, _ = query.shape
+    fresh = np.zeros((batch, tokens), dtype=bool)
+    fresh[:, 0] = True
+    if position_ids is not None:
+        fresh[:, 1:] = (torch.diff(position_ids.expand(batch, -1)) != 1).cpu().numpy()
+    return Plan.from_lengths(np.diff(np.flatnonzero(np.append(fresh, True))))
+
+
+@torch.no_grad()
+def require_live_sinks(model: PreTrainedModel) -> int:
+    """Prove that every sink of a model takes part in its output, by moving each layer's and watching the logits.
+
+    Returns:
+        The number of layers that own sinks; 0 for a model without any.
+
+    Raises:
+        ValueError: naming the first layer whose sinks change nothing.
+    """
+    owners = {name: m.sinks for name, m in model.named_modules() if isinstance(getattr(m, "sinks", None), torch.Tensor)}
+    if not owners:
+        return 0
+    ids = torch.arange(1, 9, device=model.device)[None] % model.config.get_text_config().vocab_size
+    before = model(input_ids=ids, use_cache=False).logits
+    for name, sinks in owners.items():
+        kept = sinks.detach().clone()
+        sinks.data += 2.0
+        moved = not torch.equal(model(input_ids=ids, use_cache=False).logits, before)
+        sinks.data.copy_(kept)
+        if not moved:
+            backend = model.config._attn_implementation
+            raise ValueError(
+                f"the sinks of {name} change no logit under attn_implementation={backend!r}: that back end drops them; "
+                f"load the model with attn_implementation={NAME!r}"
+            )
+    return len(owners)
+
+
+AttentionInterface.register(NAME, plan_attention)
+AttentionMaskInterface.register(NAME, plan_mask)

@@ -1,0 +1,115 @@
+"""`sink_attention`: attention with learned sinks over a plan, forward and backward, memory linear in length.
+
+A sink is one learned logit per head that takes part in the softmax and has no value: it lets a head attend to nothing.
+Given the out and log-sum-exp (lse) of any kernel without sinks,
+
+    lse' = logaddexp(lse, sink)      out' = out * exp(lse - lse')      in float32
+    d sink = - sum over tokens of exp(sink - lse') * (d_out . out')
+
+and dq, dk, dv are what the same kernel's backward returns when it is given (out', lse') in place of (out, lse).
+
+Shape letters: B rows, H query heads, K key heads, T tokens of a row, D head size, N = B * T.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sinkflex.attention import aten
+from sinkflex.attention.plan import Plan
+
+
+def sink_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of the tokens of `plan` with learned sinks.
+
+    Args:
+        q: [B, H, T, D]; the plan describes the B * T tokens, row after row.
+        k: [B, K, T, D] with H a multiple of K.
+        v: [B, K, T, D].
+        plan: which token sees which.
+        sinks: [H] learned logits, or None.
+        scale: of the scores; 1 / sqrt(D) by default.
+        window: keys a token sees, itself included; None for all.
+
+    Returns:
+        [B, H, T, D] in the dtype of q; 0 for padding, which gives no gradient either. Half precision is stored, float32
+        computed.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices do not fit each other, or no back end runs them.
+    """
+    _check(q, k, v, plan, sinks)
+    return _SinkAttention.apply(q, k, v, sinks, plan, window, q.shape[-1] ** -0.5 if scale is None else float(scale))
+
+
+class _SinkAttention(torch.autograd.Function):
+    """Keeps q, k, v, the output and its log-sum-exp: linear in length."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        plan: Plan,
+        window: int | None,
+        scale: float,
+    ) -> torch.Tensor:
+        out, lse = aten.forward(*(_tokens(x) for x in (q, k, v)), plan, window, scale)
+        if sinks is not None:
+            joint = torch.logaddexp(lse, sinks.to(lse.dtype))
+            out.mul_((lse - joint).exp_()[..., None])
+            lse = joint
+        batch, _, tokens, size = q.shape
+        out = out.to(q.dtype).view(batch, tokens, -1, size).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.plan, ctx.window, ctx.scale = plan, window, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        tokens = [_tokens(x) for x in (d_out, q, k, v, out)]
+        grads = aten.backward(*tokens, lse, ctx.plan, ctx.window, ctx.scale)
+        d_sinks = None
+        if sinks is not None:
+            share = (sinks.to(lse.dtype) - lse).exp_()
+            d_sinks = -(share * (tokens[0] * tokens[4]).sum(-1)).sum(0).to(sinks.dtype)
+        d_q, d_k, d_v = (
+            grad.to(x.dtype).view(x.shape[0], x.shape[2], -1, x.shape[3]).transpose(1, 2)
+            for grad, x in zip(grads, (q, k, v), strict=True)
+        )
+        return d_q, d_k, d_v, d_sinks, None, None, None
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """[B, H, T, D] to [N, H, D], half precision to float32; a view when it can be one."""
+    x = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, sinks: torch.Tensor | None) -> None:
+    if q.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise ValueError(f"{shapes}; expected q [B, H, T, D] and k, v [B, K, T, D]")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads over {k.shape[1]} key heads; expected a multiple")
+    if len(plan) != q.shape[0] * q.shape[2]:
+        raise ValueError(f"the plan describes {len(plan)} tokens; expected B * T = {q.shape[0] * q.shape[2]}")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        kinds = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"{kinds}; expected one dtype and one device")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; expected one per query head: ({q.shape[1]},)")
