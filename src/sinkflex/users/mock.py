@@ -1,4 +1,4 @@
-"""The scripted user of tau2's mock domain: states its request, confirms what it is asked, and leaves when it is done."""
+"""The scripted user of tau2's mock domain: states a request, says yes to questions, then leaves."""
 
 from __future__ import annotations
 

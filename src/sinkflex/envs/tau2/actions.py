@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from sinkflex.envs.tau2.database import template
 from sinkflex.envs.tau2.tasks import nearest
 
 MAX_CALLS = 16
+MAX_DEPTH = 32
 DONE = "done"
 
 _DONE_SCHEMA = {
@@ -90,8 +92,10 @@ def refusal(call: ToolCall, position: int) -> str | None:
     """
     if position >= MAX_CALLS:
         return f"at most {MAX_CALLS} calls run in one turn; this one did not"
-    if not isinstance(call.arguments, Mapping):
-        return f"the arguments of a call are an object, found {type(call.arguments).__name__}"
+    if not isinstance(call.name, str) or not isinstance(call.arguments, Mapping):
+        return "a call is a name and an object of arguments"
+    if _deeper_than(MAX_DEPTH, call.arguments):
+        return "the arguments are nested too deeply"
     if call.name == "calculate" and "**" in str(call.arguments.get("expression")):
         return "powers are not allowed in an expression"  # 9**9**9**9 would never return
     return None
@@ -101,18 +105,21 @@ def not_found_hint(domain: str, name: str, solo: bool) -> str:
     """Return what helps after the tools' own answer to a call of a tool that the agent does not have."""
     if name in user_tool_names(domain):
         return "It is a tool of the user: ask them to do it."
-    return f"{nearest(name, agent_tool_names(domain, solo)).capitalize()}."
+    return f"Of your tools {nearest(name, agent_tool_names(domain, solo))}."
 
 
-def coerce(domain: str, call: ToolCall) -> dict[str, Any]:
-    """Return the call's arguments, each in the type that its schema asks for where that is unambiguous.
+def coerce(domain: str, call: ToolCall) -> ToolCall:
+    """Return the call with each argument in the type that its schema asks for, where that is unambiguous.
 
     "3" and 3.0 become 3 for an integer, 19122 becomes "19122" for a string, "true" becomes True, a JSON text becomes
     the list or object it describes. What does not fit is left alone, so that the tool reports it.
     """
+    if not isinstance(call.name, str) or not isinstance(call.arguments, Mapping):
+        return call
     root = _parameters(domain).get(call.name, {})
     properties = root.get("properties", {})
-    return {name: _coerce(value, properties.get(name, {}), root) for name, value in call.arguments.items()}
+    arguments = {name: _coerce(value, properties.get(name, {}), root) for name, value in call.arguments.items()}
+    return replace(call, arguments=arguments)
 
 
 @cache
@@ -128,6 +135,11 @@ def _checked_fields(value: Any, record: type) -> dict[str, Any]:
         if name not in record.__slots__:
             raise ValueError(f"{record.__name__} has no field {name!r}; {nearest(name, record.__slots__)}.")
     return dict(value)
+
+
+def _deeper_than(depth: int, value: Any) -> bool:
+    children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return depth < 0 or any(_deeper_than(depth - 1, child) for child in children)
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
@@ -147,7 +159,7 @@ def _coerce(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any]) -> A
     if isinstance(value, str) and kind in ("integer", "number", "boolean", "array", "object"):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     if kind == "integer" and isinstance(value, float) and value.is_integer():
         return int(value)

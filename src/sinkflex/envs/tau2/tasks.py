@@ -5,10 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 from tau2.data_model.tasks import Task
@@ -29,7 +28,7 @@ class TaskSpec:
 
     domain: str
     task_id: str
-    tags: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    tags: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 def load(domain: str, split: str) -> list[TaskSpec]:
@@ -58,7 +57,7 @@ def spec(domain: str, task_id: str) -> TaskSpec:
             f"{domain} has no task {task_id!r}; {nearest(task_id, _texts(domain))}. "
             f"List them with sinkflex.envs.tau2.tasks.load({domain!r}, 'base')."
         )
-    return TaskSpec(domain, task_id, MappingProxyType(_tags(task_id) if domain == "telecom" else {}))
+    return TaskSpec(domain, task_id, _tags(task_id) if domain == "telecom" else {})
 
 
 @cache
@@ -80,9 +79,9 @@ def checked_domain(domain: str) -> str:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """Return "did you mean ...?" for the closest choice, or "nothing is close to it"."""
+    """Return the clause of an error message that names the choice closest to a word."""
     matches = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=0.4)
-    return f"did you mean {matches[0]!r}?" if matches else "nothing is close to it"
+    return f"the nearest is {matches[0]!r}" if matches else "nothing is close to it"
 
 
 def _ids(domain: str, split: str) -> list[str]:
@@ -104,7 +103,7 @@ def _splits(domain: str) -> dict[str, list[str]]:
 
 @cache
 def _texts(domain: str) -> dict[str, str]:
-    """JSON text of each task by id: telecom's 14 MB are parsed once and kept as text, a third of its size as objects."""
+    """JSON text of each task by id: telecom's 14 MB are parsed once, and text takes a third of the room of objects."""
     text = (DATA_DIR / "tau2" / "domains" / domain / "tasks.json").read_text("utf-8")
     decoder, texts = json.JSONDecoder(), {}
     start = text.find("{")
