@@ -124,11 +124,9 @@ def copy_value(value: Any) -> Any:
     return value
 
 
-def new_world(domain: str, solo: bool) -> Environment:
-    """Return a world in the domain's default state. In solo mode the agent may call the user's tools too."""
-    world = fork_world(template(domain))
-    world.solo_mode = solo
-    return world
+def new_world(domain: str) -> Environment:
+    """Return a world in the domain's default state."""
+    return fork_world(template(domain))
 
 
 def fork_world(world: Environment) -> Environment:

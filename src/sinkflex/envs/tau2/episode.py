@@ -129,20 +129,19 @@ def start(spec: TaskSpec, user: User | None, seed: int) -> tuple[Episode, tuple[
         seed: the user's seed.
 
     Raises:
-        ValueError: the task cannot be played solo.
         EnvironmentFault: the task's initial state or the user broke.
     """
     task = read(spec.domain, spec.task_id)
-    opening = policies.ticket(spec.domain, task) if user is None else ""
-    world = new_world(spec.domain, solo=user is None)
+    world = new_world(spec.domain)
     try:
         scoring.initialize(world, task)
     except Exception as error:
         raise EnvironmentFault(f"task {spec.task_id!r} cannot be set up: {error}") from error
+    world.solo_mode = user is None  # now the agent may call the user's tools
     episode = Episode(spec, task, world, user, _history(task))
     seen = tuple(message for actor, message in episode.record if (actor, message.role) != ("user", "tool"))
     if user is None:
-        return episode, (*seen, Message("user", opening))
+        return episode, (*seen, Message("user", policies.ticket(task)))
     if not seen:
         episode.record.append(("assistant", Message("assistant", policies.GREETING)))
     observation = episode.hear(lambda: user.reset(task, seed))

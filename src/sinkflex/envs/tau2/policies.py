@@ -65,21 +65,15 @@ def policy(domain: str, solo: bool, text: PolicyText) -> str:
     return f"{body}\n\n{_SOLO_WITH_TEXT if domain in TEXT_IN_SOLO else _SOLO}"
 
 
-def ticket(domain: str, task: Task) -> str:
-    """Return the first observation of a solo episode.
+def ticket(task: Task) -> str:
+    """Return the first observation of a solo episode: the package's ticket, or one made of the user's instructions.
 
-    Telecom and mock tasks come with tickets. The package's tickets of telecom's MMS tasks do not say how much data
-    the customer would pay for, though some of them need it; they are passed on as they are. Retail and airline tickets
-    are put together from the user's instructions.
-
-    Raises:
-        ValueError: the task cannot be told in a ticket.
+    Telecom and most of mock have tickets. The tickets of telecom's MMS tasks do not say how much data the customer
+    would pay for, though some of these tasks need it; they are passed on as they are.
     """
-    if task.ticket is not None:
-        return task.ticket
     instructions = task.user_scenario.instructions
-    if domain not in TEXT_IN_SOLO or isinstance(instructions, str):
-        raise ValueError(f"{domain} task {task.id!r} has no ticket and cannot be played solo; play it with a user.")
+    if task.ticket is not None or isinstance(instructions, str):
+        return task.ticket or instructions
     parts = (instructions.reason_for_call, instructions.known_info, instructions.task_instructions)
     return "\n\n".join(part.strip() for part in parts if part)
 
