@@ -13,11 +13,15 @@ Shape letters: T tokens, K candidates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 
 from sinkflex.envs.env import Action, Message, StopReason
 
@@ -45,6 +49,8 @@ class Turn:
         action: what the ids were parsed into; `action.error` holds a parse error.
         observation: messages that came back.
         finish: "stop" (a stop token was sampled) or "length" (the token limit cut it).
+        forks: True when `prompt_ids` is a whole new prompt (the template rewrote history, or the context was
+            windowed), so that a new row starts here.
         reward_parts: optional per-turn reward parts.
     """
 
@@ -55,6 +61,7 @@ class Turn:
     action: Action
     observation: tuple[Message, ...] = ()
     finish: str = "stop"
+    forks: bool = False
     reward_parts: dict[str, float] = field(default_factory=dict)
 
 
@@ -133,3 +140,50 @@ class Row:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+def to_record(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory as JSON values, with the version of this format."""
+    return {
+        "version": TRAJECTORY_VERSION,
+        "task_id": trajectory.task_id,
+        "member": trajectory.member,
+        "outcome": str(trajectory.outcome),
+        "stop_reason": str(trajectory.stop_reason),
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "user": trajectory.user,
+        "seed": trajectory.seed,
+        "fault": trajectory.fault,
+        "tags": trajectory.tags,
+        "turns": [
+            {
+                "prompt_ids": list(map(int, turn.prompt_ids)),
+                "action_ids": list(map(int, turn.action_ids)),
+                "behavior_logprobs": [float(x) for x in turn.behavior_logprobs],
+                "policy_version": turn.policy_version,
+                "action": asdict(turn.action),
+                "observation": [asdict(message) for message in turn.observation],
+                "finish": turn.finish,
+                "forks": turn.forks,
+                "reward_parts": turn.reward_parts,
+            }
+            for turn in trajectory.turns
+        ],
+    }
+
+
+def write_trajectories(path: Path, groups: Sequence[Group]) -> None:
+    """Write a compressed JSONL file, one trajectory a line; it appears whole or not at all.
+
+    Read it with `zstd -dc FILE | jq`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(
+        json.dumps({"group": i, **to_record(t)}, ensure_ascii=False) + "\n"
+        for i, group in enumerate(groups)
+        for t in group.members
+    )
+    draft = path.with_name(f".{path.name}")
+    draft.write_bytes(zstandard.ZstdCompressor(level=3).compress(lines.encode()))
+    draft.rename(path)

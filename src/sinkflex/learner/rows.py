@@ -1,0 +1,75 @@
+"""Trajectories to rows: one row a trajectory, or several where a turn forks; each sampled id is trained exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sinkflex.trajectory import Group, Row, Trajectory, Turn
+
+
+def rows_of(groups: Sequence[Group], advantages: Sequence[Sequence[np.ndarray]]) -> list[Row]:
+    """Build the rows of all valid trajectories.
+
+    Args:
+        groups: the rollout phase's groups.
+        advantages: for each group and valid member the float32 advantages of its sampled tokens, in order.
+
+    Returns:
+        Rows; `trajectory_index` counts valid trajectories over all groups.
+    """
+    rows: list[Row] = []
+    trajectory_index = 0
+    for group_index, (group, of_members) in enumerate(zip(groups, advantages, strict=True)):
+        for trajectory, values in zip(group.valid, of_members, strict=True):
+            rows += cut(trajectory, values, group_index, trajectory_index)
+            trajectory_index += 1
+    return rows
+
+
+def cut(trajectory: Trajectory, advantages: np.ndarray, group_index: int, trajectory_index: int) -> list[Row]:
+    """Cut one trajectory at its forks.
+
+    Args:
+        trajectory: the record.
+        advantages: [number of sampled tokens] float32.
+        group_index, trajectory_index: where it belongs.
+    """
+    assert len(advantages) == trajectory.sampled_tokens
+    starts = [0] + [k for k, turn in enumerate(trajectory.turns) if k and turn.forks] + [len(trajectory.turns)]
+    rows = []
+    used = 0
+    for first, last in zip(starts, starts[1:], strict=False):
+        turns = trajectory.turns[first:last]
+        sampled = sum(len(turn.action_ids) for turn in turns)
+        rows.append(_row(turns, first, advantages[used : used + sampled], group_index, trajectory_index))
+        used += sampled
+    return rows
+
+
+def _row(turns: Sequence[Turn], first: int, advantages: np.ndarray, group: int, trajectory: int) -> Row:
+    length = sum(len(t.prompt_ids) + len(t.action_ids) for t in turns)
+    row = Row(
+        token_ids=np.zeros(length, np.int64),
+        loss_mask=np.zeros(length, bool),
+        behavior_logprobs=np.zeros(length, np.float32),
+        advantages=np.zeros(length, np.float32),
+        policy_version=np.full(length, -1, np.int64),
+        turn_index=np.zeros(length, np.int64),
+        group_index=group,
+        trajectory_index=trajectory,
+    )
+    at = 0
+    for index, turn in enumerate(turns, start=first):
+        middle = at + len(turn.prompt_ids)
+        end = middle + len(turn.action_ids)
+        row.token_ids[at:middle] = turn.prompt_ids
+        row.token_ids[middle:end] = turn.action_ids
+        row.loss_mask[middle:end] = True
+        row.behavior_logprobs[middle:end] = turn.behavior_logprobs
+        row.policy_version[middle:end] = turn.policy_version
+        row.turn_index[at:end] = index
+        at = end
+    row.advantages[row.loss_mask] = advantages
+    return row

@@ -1,0 +1,85 @@
+"""The policy: a Hugging Face causal LM with its tokenizer, on a device, with its attention path checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from sinkflex.attention.huggingface import NAME, require_live_sinks
+from sinkflex.config import Config, RunConfig
+from sinkflex.policy.tiny import build_model, build_tokenizer
+
+transformers_logging.disable_progress_bar()
+
+
+@dataclass(slots=True)
+class Policy:
+    """Model and tokenizer, saved and loaded as one ordinary Hugging Face folder."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def save(self, folder: Path) -> None:
+        """Write config, weights (safetensors), tokenizer and chat template."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def device_of(run: RunConfig) -> torch.device:
+    """Return the device a run asks for; "auto" prefers CUDA, then MPS.
+
+    Raises:
+        ValueError: the device is not there.
+    """
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if run.device == "auto":
+        return torch.device(next(name for name, there in found.items() if there))
+    if not found[run.device]:
+        raise ValueError(f"run.device is {run.device}, but torch sees none: use --set run.device=auto")
+    return torch.device(run.device)
+
+
+def new_policy(config: Config, texts: Callable[[], Iterable[str]]) -> Policy:
+    """Build the policy a recipe starts from.
+
+    Args:
+        config: `model.path` is "tiny" or a local Hugging Face folder.
+        texts: what a new tokenizer is trained on (called for the tiny policy only).
+    """
+    if config.model.path != "tiny":
+        return load_policy(config, Path(config.model.path))
+    tokenizer = build_tokenizer(texts(), config.model.tiny.vocabulary)
+    return _prepare(config, build_model(config.model.tiny, len(tokenizer), config.run.seed), tokenizer)
+
+
+def load_policy(config: Config, folder: Path) -> Policy:
+    """Load a policy from a Hugging Face folder on this machine; nothing is downloaded.
+
+    Raises:
+        ValueError: the folder is missing or is no model.
+    """
+    if not (folder / "config.json").is_file():
+        found = f"{folder} has no config.json" if folder.is_dir() else f"{folder} is no folder"
+        raise ValueError(f"model.path: {found}: give a local Hugging Face folder, or tiny")
+    trust = config.model.trust_remote_code
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust, dtype=torch.float32
+        )
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"model.path: {folder} cannot be loaded as a causal language model: {reason}") from error
+    return _prepare(config, model, tokenizer)
+
+
+def _prepare(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Policy:
+    model.to(device_of(config.run)).eval()
+    model.set_attn_implementation(NAME)
+    require_live_sinks(model)
+    return Policy(model, tokenizer)

@@ -1,0 +1,264 @@
+"""Continuous batched sampling for many conversations that keep their key-value cache across turns.
+
+Each conversation is a `Stream`. A tick is one forward pass that decodes one token for every sampling stream and, in the
+same pass, prefills new prompt tokens, so no stream waits for another. A prompt whose first tokens are already cached in
+any slot copies them. What is in a tick depends only on the order of calls, never on time, so equal calls give equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sinkflex.policy.slots import LENGTH_BUCKET, SlotCache, Tick
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One conversation in the sampler.
+
+    Attributes:
+        slot: its place in the cache (may change between ticks).
+        cached: ids whose keys and values are stored.
+        pending: ids to be prefilled before the next id is sampled.
+        ids, logprobs: what the current turn has sampled so far.
+        uniforms: one number in [0, 1) for each id this conversation may sample.
+    """
+
+    slot: int
+    uniforms: np.ndarray
+    pending: list[int]
+    cached: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    drawn: int = 0
+    sampling: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Ids in the conversation so far."""
+        return len(self.cached) + len(self.pending)
+
+
+@dataclass(slots=True)
+class Sampled:
+    """One finished turn: ids as sampled with their log-probs; finish is "stop" or "length"."""
+
+    stream: Stream | None
+    ids: list[int]
+    logprobs: list[float]
+    finish: str
+
+
+class Sampler:
+    """Samples turns for up to `slots` conversations at once.
+
+    Args:
+        model: a Hugging Face causal LM whose attention is `sink_plan`.
+        stop_ids: ids that end a turn; the sampled one is part of the turn.
+        slots: conversations held at once.
+        max_tokens: capacity of a conversation in tokens.
+        max_turn_tokens: limit of one turn in tokens.
+        temperature: 0 is greedy (log-probs are then those at temperature 1).
+        prefill_tokens: most prompt tokens of one conversation taken into one tick.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stop_ids: Sequence[int],
+        *,
+        slots: int,
+        max_tokens: int,
+        max_turn_tokens: int,
+        temperature: float = 1.0,
+        prefill_tokens: int = 512,
+    ) -> None:
+        shape = model.config
+        parameter = next(model.parameters())
+        head_dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        self.model = model
+        self.device = parameter.device
+        self.max_tokens = max_tokens
+        self.max_turn_tokens = max_turn_tokens
+        self.temperature = temperature
+        self.ticks = self.prefilled = self.copied = self.decoded = 0
+        self._stop = frozenset(stop_ids)
+        self._prefill_tokens = prefill_tokens
+        self._slots: list[Stream | None] = [None] * slots
+        self._cached: list[list[int]] = [[] for _ in range(slots)]
+        self._cache = SlotCache(
+            shape.num_hidden_layers,
+            shape.num_key_value_heads,
+            head_dim,
+            slots,
+            max_tokens,
+            parameter.device,
+            parameter.dtype,
+        )
+
+    @property
+    def free(self) -> int:
+        """Number of conversations that can still be opened."""
+        return self._slots.count(None)
+
+    def clear(self) -> None:
+        """Forget every cached prefix; call it whenever the weights have changed."""
+        assert all(stream is None for stream in self._slots), "a conversation is still open"
+        self._cached = [[] for _ in self._cached]
+
+    def open(self, ids: Sequence[int], uniforms: np.ndarray) -> Stream:
+        """Start a conversation with a prompt and sample its first turn.
+
+        Raises:
+            ValueError: the prompt leaves no room for a sampled id.
+        """
+        if len(ids) >= self.max_tokens:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and rollout.max_tokens is {self.max_tokens}: "
+                f"raise it (--set rollout.max_tokens={2 * len(ids)}) or shorten prompt.policy_text"
+            )
+        slot = self._slots.index(None)
+        stream = Stream(slot=slot, uniforms=uniforms, pending=list(ids))
+        self._slots[slot] = stream
+        return stream
+
+    def extend(self, stream: Stream, ids: Sequence[int]) -> None:
+        """Add ids after the last sampled one and sample the next turn."""
+        stream.pending.extend(ids)
+        stream.ids, stream.logprobs = [], []
+        stream.sampling = True
+
+    def restart(self, stream: Stream, ids: Sequence[int]) -> None:
+        """Replace the whole conversation (its history was rewritten) and sample the next turn."""
+        stream.cached, stream.pending = [], []
+        self.extend(stream, ids)
+
+    def close(self, stream: Stream) -> None:
+        """End a conversation; its cache stays usable as a prefix until the slot is taken again."""
+        assert self._slots[stream.slot] is stream
+        self._slots[stream.slot] = None
+
+    @torch.inference_mode()
+    def tick(self) -> list[Sampled]:
+        """Run one forward pass and return the turns that ended in it, decoding streams first, in slot order."""
+        self._compact()
+        decode, prefill = self._choose()
+        if not decode and not prefill:
+            return []
+        tick, ids, last = self._lay_out(decode, prefill)
+        self._cache.begin(tick)
+        logits = self.model(
+            input_ids=torch.tensor([ids], device=self.device),
+            position_ids=tick.position[None],
+            use_cache=False,
+            logits_to_keep=torch.tensor(last, device=self.device),
+            slots=self._cache,
+        ).logits[0]
+        self.ticks += 1
+        self.decoded += len(decode)
+        self.prefilled += len(ids) - len(decode)
+        ready = decode + [stream for stream, taken in prefill if not stream.pending]
+        keep = list(range(len(decode))) + [
+            len(decode) + i for i, (stream, _) in enumerate(prefill) if not stream.pending
+        ]
+        return self._sample(ready, logits[keep].float())
+
+    def _choose(self) -> tuple[list[Stream], list[tuple[Stream, int]]]:
+        """Pick the streams that decode, and those that prefill with how many ids."""
+        decode, prefill = [], []
+        for stream in self._slots:
+            if stream is None or not stream.sampling:
+                continue
+            if len(stream.pending) == 1 and stream.cached:
+                decode.append(stream)
+            elif stream.cached or self._reuse(stream, [s for s, _ in prefill]):
+                prefill.append((stream, min(len(stream.pending), self._prefill_tokens)))
+        return decode, prefill
+
+    def _reuse(self, stream: Stream, batch: list[Stream]) -> bool:
+        """Copy the longest cached prefix into a new stream; False: wait, a longer one is being prefilled now."""
+        prompt = np.asarray(stream.pending)
+        usable = len(prompt) - 1
+        best, source = 0, -1
+        for slot, cached in enumerate(self._cached):
+            match = min(_common_prefix(prompt, cached), usable)
+            if match > best:
+                best, source = match, slot
+        for other in batch:
+            if min(_common_prefix(prompt, other.cached + other.pending), usable) > best:
+                return False
+        if best:
+            if source != stream.slot:
+                self._cache.copy(source, stream.slot, best)
+            stream.cached, stream.pending = stream.pending[:best], stream.pending[best:]
+            self._cached[stream.slot] = stream.cached
+            self.copied += best
+        return True
+
+    def _lay_out(self, decode: list[Stream], prefill: list[tuple[Stream, int]]) -> tuple[Tick, list[int], list[int]]:
+        ids, slot, position, rows, last = [], [], [], [], []
+        for stream, taken in [(s, 1) for s in decode] + prefill:
+            start = len(stream.cached)
+            new = stream.pending[:taken]
+            if len(last) >= len(decode):
+                rows.append((len(ids), taken))
+            ids += new
+            slot += [stream.slot] * taken
+            position += range(start, start + taken)
+            last.append(len(ids) - 1)
+            stream.cached += new
+            stream.pending = stream.pending[taken:]
+            self._cached[stream.slot] = stream.cached
+        span = max(slot) + 1
+        length = -(-(max(position) + 1) // LENGTH_BUCKET) * LENGTH_BUCKET
+        place = torch.tensor([slot, position], device=self.device)
+        tick = Tick(place[0], place[1], len(decode), rows, span, min(length, self._cache.capacity))
+        return tick, ids, last
+
+    def _sample(self, streams: list[Stream], logits: Tensor) -> list[Sampled]:
+        if not streams:
+            return []
+        logprobs = torch.log_softmax(logits / (self.temperature or 1.0), dim=-1)
+        if self.temperature == 0:
+            chosen = logits.argmax(-1)
+        else:
+            uniform = torch.tensor([s.uniforms[s.drawn] for s in streams], dtype=torch.float64, device=self.device)
+            cumulative = logprobs.double().exp().cumsum(-1)
+            target = uniform[:, None] * cumulative[:, -1:]
+            chosen = (cumulative <= target).sum(-1).clamp(max=logits.shape[-1] - 1)
+        picked = logprobs.gather(-1, chosen[:, None])[:, 0]
+        done = []
+        for stream, token, logprob in zip(streams, chosen.tolist(), picked.tolist(), strict=True):
+            stream.ids.append(token)
+            stream.logprobs.append(logprob)
+            stream.drawn += 1
+            stream.pending = [token]
+            full = len(stream.ids) >= self.max_turn_tokens or stream.tokens >= self.max_tokens
+            if token in self._stop or full:
+                stream.sampling = False
+                done.append(Sampled(stream, stream.ids, stream.logprobs, "stop" if token in self._stop else "length"))
+        return done
+
+    def _compact(self) -> None:
+        """Move streams into lower free slots once half of the occupied span is empty."""
+        used = [s for s in self._slots if s is not None]
+        while used and used[-1].slot + 1 > 2 * len(used):
+            stream, target = used[-1], self._slots.index(None)
+            self._cache.copy(stream.slot, target, len(stream.cached))
+            self._slots[stream.slot], self._slots[target] = None, stream
+            self._cached[target], self._cached[stream.slot] = stream.cached, []
+            stream.slot = target
+            used.sort(key=lambda s: s.slot)
+
+
+def _common_prefix(a: np.ndarray, b: Sequence[int]) -> int:
+    n = min(len(a), len(b))
+    if n == 0 or a[0] != b[0]:
+        return 0
+    differs = np.flatnonzero(a[:n] != np.asarray(b[:n]))
+    return int(differs[0]) if len(differs) else n

@@ -1,0 +1,205 @@
+"""The loop on one screen: draw tasks, roll out groups, rows, advantages, update, validate, checkpoint.
+
+    tasks ──► environments ──► rollout ──► method ──► learner ──► new weights ──┐
+                                  ▲                                             │
+                                  └─────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sinkflex.config import Config, LearnerConfig
+from sinkflex.learner.losses import LossInputs, aggregate
+from sinkflex.learner.rows import rows_of
+from sinkflex.learner.step import Needs
+from sinkflex.rollout.scripted import encode
+from sinkflex.run import Run, demonstrations, make_learner, open_run
+from sinkflex.seeds import generator
+from sinkflex.trajectory import Group, Outcome, Row, write_trajectories
+
+
+def train(config: Config, interrupted: Any = lambda: False) -> Run:
+    """Train a recipe to its end, continuing where its run directory stands.
+
+    Args:
+        config: the recipe.
+        interrupted: asked after every step; True saves a checkpoint and raises KeyboardInterrupt.
+
+    Returns:
+        The finished run.
+    """
+    run = open_run(config)
+    with run.metrics:
+        if run.step < 0:
+            warm_start(run)
+            run.step = 0
+            score = validate(run, "train", {}, last=config.train.steps == 0)
+            run.save(score)
+        needs = Needs(run.method.needs_entropy, reference_model(run) if run.method.needs_reference else None)
+        while run.step < config.train.steps:
+            started = time.perf_counter()
+            # Draw tasks and roll out groups with the current weights.
+            task_ids = run.tasks.draw(config.rollout.groups, run.step)
+            groups, spent = run.rollout(task_ids, config.rollout.group_size, "train", config.rollout.temperature)
+            rolled_out = time.perf_counter()
+            # Score: what was sampled becomes rows with advantages.
+            rows = rows_of(groups, [run.method.advantages(group) for group in groups])
+            # Update: one optimizer step a mini-batch of whole groups.
+            run.metrics.doing("updating")
+            updates = [
+                run.learner.update(part, run.method.loss, needs, run.method.options.count_zero_groups)
+                for _ in range(config.learner.epochs)
+                for part in mini_batches(rows, config.learner.mini_batches)
+            ]
+            updated = time.perf_counter()
+            run.step += 1
+            run.tasks.observe(groups)
+            values = {**rollout_metrics(groups), **update_metrics(updates)}
+            values |= {f"tasks/pass_rate/{bucket}": rate for bucket, rate in run.tasks.pass_rate.items()}
+            run.method.after_step(groups, values)
+            write_trajectories(run.directory / "trajectories" / f"step_{run.step}.jsonl.zst", groups)
+            values |= {
+                "timing/rollout_seconds": rolled_out - started,
+                "timing/environment_seconds": spent["environment"],
+                "timing/sampler_seconds": spent["sampler"],
+                "timing/update_seconds": updated - rolled_out,
+                "timing/step_seconds": time.perf_counter() - started,
+                "timing/peak_memory_bytes": peak_memory_bytes(),
+            }
+            # Validate and checkpoint.
+            last, every = run.step == config.train.steps, config.train.validate_every
+            due = last or (every > 0 and run.step % every == 0)
+            score = validate(run, "train", values, last) if due else None
+            if score is None:
+                run.metrics.log("train", run.step, values)
+            stop = interrupted()
+            if last or stop or run.step % config.train.checkpoint_every == 0:
+                run.save(score)
+            if stop:
+                raise KeyboardInterrupt
+    return run
+
+
+def warm_start(run: Run) -> None:
+    """Supervised training on the scripted expert's episodes (nothing while warmup.steps is 0)."""
+    warmup = run.config.warmup
+    if warmup.steps:
+        run.metrics.doing("playing demonstrations")
+        episodes = [encode(d, run.chat, run.config.rollout.max_tokens) for d in demonstrations(run.config)]
+        groups = [Group(t.task_id, [t]) for t in episodes]
+        rows = rows_of(groups, [[np.ones(t.sampled_tokens, np.float32)] for t in episodes])
+        options = LearnerConfig(
+            learning_rate=warmup.learning_rate,
+            schedule="cosine",
+            warmup_steps=min(10, warmup.steps),
+            micro_batch_tokens=run.config.learner.micro_batch_tokens,
+        )
+        learner = make_learner(run.config, run.policy, options, warmup.steps)
+        for step in range(1, warmup.steps + 1):
+            run.metrics.doing("warm start", step, warmup.steps)
+            rng = generator(run.config.run.seed, "warmup", step)
+            batch, tokens = [], 0
+            for index in rng.permutation(len(rows)).tolist():
+                batch.append(rows[index])
+                tokens += len(rows[index])
+                if tokens >= warmup.batch_tokens:
+                    break
+            values = learner.update(batch, likelihood, Needs(), count_zero_groups=True)
+            names = ("loss", "gradient_norm", "learning_rate")
+            run.metrics.log("warmup", step, {f"warmup/{name}": values[name] for name in names})
+    run.policy.save(run.directory / "warm_start")
+
+
+def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Negative log-likelihood per token: the supervised loss."""
+    return -aggregate(inputs.policy_logprobs, inputs, "token_mean"), {}
+
+
+def validate(run: Run, stage: str, values: dict[str, float], last: bool) -> float:
+    """Score the current weights, log the record of this step, and return the score."""
+    config = run.config.validation
+    started = time.perf_counter()
+    score, groups = run.score(config.split, config.trials, config.temperature)
+    values = values | {"validation/mean@1": score["mean@1"], "validation/invalid": sum(score["invalid"].values())}
+    write_trajectories(run.directory / "trajectories" / f"validation_{run.step}.jsonl.zst", groups)
+    if last or run.step == 0:
+        for name in config.extra:
+            extra, _ = run.score(name, config.trials, config.temperature)
+            values[f"validation/{name}/mean@1"] = extra["mean@1"]
+    values["timing/validation_seconds"] = time.perf_counter() - started
+    run.metrics.log(stage, run.step, values)
+    return score["mean@1"]
+
+
+def mini_batches(rows: Sequence[Row], count: int) -> list[list[Row]]:
+    """Split rows into `count` parts by whole groups, in the order of the groups."""
+    indices = sorted({row.group_index for row in rows})
+    parts = [set(part.tolist()) for part in np.array_split(np.array(indices), count)]
+    return [[row for row in rows if row.group_index in part] for part in parts if part]
+
+
+def reference_model(run: Run) -> Any:
+    """Return a frozen copy of the policy as it was after the warm start."""
+    from sinkflex.policy.model import load_policy
+
+    return load_policy(run.config, run.directory / "warm_start").model.requires_grad_(False)
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return what a rollout phase says about itself."""
+    episodes = [t for group in groups for t in group.members]
+    valid = [t for t in episodes if t.valid]
+    rewards = [float(t.reward or 0.0) for t in valid]
+    turns = [turn for t in valid for turn in t.turns]
+    values: dict[str, float] = {
+        "rollout/episodes": len(episodes),
+        "rollout/invalid": len(episodes) - len(valid),
+        "rollout/sampled_tokens": sum(t.sampled_tokens for t in valid),
+        "reward/varied_groups_fraction": float(np.mean([len({t.reward for t in g.valid}) > 1 for g in groups])),
+    }
+    if valid:
+        values |= {
+            "reward/mean": float(np.mean(rewards)),
+            "reward/solved_fraction": float(np.mean([t.outcome is Outcome.SOLVED for t in valid])),
+            "rollout/turns_mean": len(turns) / len(valid),
+            "rollout/parse_errors_fraction": float(np.mean([turn.action.error is not None for turn in turns])),
+        }
+        parts: dict[str, list[float]] = {}
+        for t in valid:
+            for name, value in t.reward_parts.items():
+                parts.setdefault(name, []).append(value)
+        values |= {f"reward/part/{name}": float(np.mean(part)) for name, part in sorted(parts.items())}
+        stops = Counter(str(t.stop_reason) for t in valid)
+        values |= {f"rollout/stop/{name}": count / len(valid) for name, count in sorted(stops.items())}
+    return values
+
+
+def update_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Merge the records of a step's updates: sums of counts and loss, maxima, last learning rate, else means."""
+    values: dict[str, float] = {}
+    for name in updates[0] if updates else ():
+        column = [update[name] for update in updates if name in update]
+        if name in ("loss", "tokens", "row_tokens", "unique_tokens"):
+            values[f"learner/{name}"] = sum(column)
+        elif name.endswith("_max"):
+            values[f"learner/{name}"] = max(column)
+        else:
+            values[f"learner/{name}"] = column[-1] if name == "learning_rate" else float(np.mean(column))
+    return values
+
+
+def peak_memory_bytes() -> int:
+    """Return the largest memory of the process so far, or of the GPU if there is one."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    rise = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return rise if sys.platform == "darwin" else rise * 1024
