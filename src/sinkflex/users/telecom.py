@@ -27,6 +27,7 @@ from sinkflex.users.telecom_phrases import status_bar as read_status_bar
 from sinkflex.users.user import UserAction, UserStop
 
 CLARIFICATION = "Sorry, I did not understand. What should I do on my phone?"
+READY = "Okay. What should I do next?"
 THANKS = "Thank you, that solves my problem."
 PATIENCE = 4  # agent turns in a row that bring nothing new before the user gives up
 
@@ -85,7 +86,9 @@ _TALK = {
     "place": r"\babroad\b|travell?ing|\bcountry\b|\bwhere\b|outside|\blocation\b|at home\b",
     "consent": r"\b(?:shall|should|may|can) (?:i|we)\b|is that (?:ok|fine)|would you like|do you want",
     "outcome": r"working|\bworks?\b|solved|resolved|fixed|anything else|try (?:it )?again|any better",
-    "yes": r"\b(?:yes|yeah|sure|correct|right|go ahead|please do|ok|okay|safe|worry|fine|exactly|no)\b",
+    "yes": r"\b(?:yes|yeah|sure|correct|right|go ahead|please do|ok|okay|safe|worry|fine|exactly|not lose|n't lose)\b",
+    "notice": r"\b(?:i|we) (?:have|will|am|just)\b|\b(?:i|we)'(?:ve|ll)\b|\bhas been\b|\bis now\b|\bmoment\b",
+    "help": r"how (?:can|may) i help|what(?: is|'s| seems to be) the (?:problem|issue)|\bdescribe\b|tell me more",
 }
 _TALK_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _TALK.items()}
 
@@ -129,10 +132,10 @@ class TelecomUser:
         self._bar = ""
         self._content: bool | None = None  # does the last observation show the goal
         self._consents = self._acted = False
-        self._said: set[str] = {CLARIFICATION}
+        self._said: set[str] = {CLARIFICATION, READY}
         self._idle_turns = 0
-        opening = [*_own_words(words.reason_for_call), *self._known, self._persona.opening]
-        return UserAction(text=" ".join(opening).strip())
+        self._problem = " ".join(_own_words(words.reason_for_call))
+        return UserAction(text=" ".join([self._problem, *self._known, self._persona.opening]).strip())
 
     def reply(self, text: str) -> UserAction:
         """Answer the agent's text: with words, or with the first of the user's own tool calls it leads to."""
@@ -149,13 +152,16 @@ class TelecomUser:
         self._answer(text, bool(wanted))
         if question := self._ask_back(wanted):
             return self._say(question)
-        self._asked = []
+        if wanted:
+            self._asked = []
         self._queue = wanted[: self._persona.steps]
         if len(wanted) > self._persona.steps:
             self._replies.append("Please give me one step at a time.")
             self._queue = [] if self._persona.refuses else self._queue
         if not self._queue and not self._replies and _about("outcome", text):
             self._queue = [Request(self._goal.check)]
+        elif not self._queue and not self._replies and _about("notice", text):
+            self._replies.append(READY)
         return self._next()
 
     def observe(self, results: tuple[Message, ...]) -> UserAction:
@@ -164,8 +170,8 @@ class TelecomUser:
         request, tool = self._running
         result = results[0].content
         shown = self._goal.test(tool, result)
-        if shown is not None:
-            self._content = shown
+        annoyed = tool == self._goal.check and shown is False and self._content is False
+        self._content = self._content if shown is None else shown
         switch = SWITCHES.get(request.tool)
         if switch is not None and tool == switch.reader:
             if (switch.shows_on in result) != request.on:
@@ -175,14 +181,19 @@ class TelecomUser:
         if request.tool == "make_payment" and tool == "check_payment_request" and "bill" in result:
             return self._call(request, "make_payment", {})
         self._replies.append(f"I got an error: {result}" if results[0].error else report(tool, result))
-        if not tool.startswith("check_") and "Status Bar: " in result:
+        if annoyed:
+            self._replies.append("It is still not fixed.")
+        if not tool.startswith(("check_", "run_", "can_")):
             self._acted = True
             self._bar = read_status_bar(result).rpartition(", battery")[0]
         return self._next()
 
     def fork(self) -> TelecomUser:
         """Return an independent copy in the same state."""
-        return copy.deepcopy(self)
+        twin = copy.copy(self)
+        twin._queue, twin._asked, twin._replies = list(self._queue), list(self._asked), list(self._replies)
+        twin._said = set(self._said)
+        return twin
 
     def _answer(self, text: str, acting: bool) -> None:
         """Answer what the agent wants to know or wants consent for."""
@@ -197,6 +208,8 @@ class TelecomUser:
             return
         if _about("identity", text):
             self._replies.append(self._known[0] if self._known else "I do not have that information.")
+        elif _about("help", text):
+            self._replies.append(self._problem)
         elif asking and _about("place", text):
             self._replies.append(self._known[1] if len(self._known) > 1 else "I do not have that information.")
         elif asking and _about("consent", text) and not _about("outcome", text):

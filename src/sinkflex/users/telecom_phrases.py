@@ -66,7 +66,7 @@ SENTENCES = {
     "check_vpn_status": "Please check your VPN.",
     "check_installed_apps": "Please check which apps are installed.",
     "check_app_status": "Please check the status of your {app_name} app.",
-    "check_app_permissions": "Please check the permissions of your {app_name} app.",
+    "check_app_permissions": "Please check your {app_name} app permissions.",
     "can_send_mms": "Please try to send an MMS.",
     "check_payment_request": "Please check your payment request.",
     "reseat_sim_card": "Please reseat your SIM card.",
@@ -74,7 +74,7 @@ SENTENCES = {
     "set_apn_settings": "Please set your APN to internet.",
     "connect_vpn": "Please connect your VPN.",
     "disconnect_vpn": "Please disconnect your VPN.",
-    "grant_app_permission": "Please grant {permission} permission to your {app_name} app.",
+    "grant_app_permission": "Please grant {permission} permission to {app_name}.",
     "reboot_device": "Please reboot your phone.",
     "make_payment": "Please pay the bill.",
     "set_network_mode_preference": "Please set your network mode to {mode}.",
@@ -138,6 +138,7 @@ _OTHER = {
     "mode": r"(?P<generation>[2345])g(?:(?: ?/ ?| or | and |_)5g)?(?: preferred| only|_preferred|_only)?",
     "it": r"it|them|that",
     "if": r"if|whether|unless",
+    "permission": r"sms|storage|camera|location|contacts|(?:phone|network)(?= (?:permission|access))",
     "yes": r"on|enabled",
     "no": r"off|disabled",
 }
@@ -155,10 +156,12 @@ _SENTENCE = re.compile(r"(?<=[.!?;])\s+|\n+")
 _CLAUSE = re.compile(r",|;|\bthen\b|\bbut\b|\band (?=please|you |could|can |also )")
 _POLITE = re.compile(r"\b(?:can|could|would|will) you\b(?: please)?(?! (?:like|want|prefer|be|have|tell|send|see))")
 _OPENERS = r"^(?:(?:ok|okay|great|thanks|thank you|now|also|and|so|well|alright|perfect|good|yes|no|since|as)\b[ ,]*)*"
-_FIRST_PERSON = re.compile(_OPENERS + r"(?:i|i'm|i've|i'll|i'd|we|we've|we'll|our|let me(?! know))\b(?!.*\byou to\b)")
+_FIRST_PERSON = re.compile(
+    _OPENERS + r"(?:(?:i|i'm|i've|i'll|i'd|we|we've|we'll|our|let me(?! know))\b(?!.*\byou to\b)"
+    r"|(?:shall|should|may|can|could) (?:i|we)\b|(?:would you like|do you want) (?:me|us)\b)"
+)
 _QUESTION = re.compile(_OPENERS + r"(?:is|are|do|does|did|can|has|have)\b")
 _NEGATED = re.compile(r"\b(?:do not|don't|never|no need|not need|without|instead of|avoid)\b")
-_PERMISSION = re.compile(r"\b(sms|storage|camera|location|contacts|(?:phone|network)(?= (?:permission|access)))\b")
 
 
 def clauses(text: str) -> Iterator[tuple[str, bool]]:
@@ -171,7 +174,7 @@ def clauses(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def requests(text: str) -> list[Request]:
-    """Return what the agent asks the user to do on the phone, in order, without repeats."""
+    """Return what the agent asks the user to do on the phone, in order; saying it twice in a row counts once."""
     found: list[Request] = []
     verb: str | None = None
     topic: str | None = None
@@ -183,7 +186,9 @@ def requests(text: str) -> list[Request]:
         elif _QUESTION.match(clause) and not _POLITE.match(clause):
             verb = "check"
         asked, verb, topic = _read_clause(clause, verb, topic)
-        found += [request for request in asked if request not in found] if not idle else []
+        for request in [] if idle else asked:
+            if not found or request != found[-1]:
+                found.append(request)
         if len(found) >= MAX_REQUESTS:
             break
     return found[:MAX_REQUESTS]
@@ -194,7 +199,7 @@ def _read_clause(clause: str, verb: str | None, topic: str | None) -> tuple[list
     found: list[Request] = []
     waiting: str | None = None  # the object of a bare "turn" or "make sure", until "on" or "off" follows
     condition = False
-    permissions = _PERMISSION.findall(clause)
+    app = {"app_name": "browser" if "browser" in clause else "messaging"}
     for match in _TOKEN.finditer(clause):
         kind = match.lastgroup if match.lastgroup != "generation" else "mode"
         if kind in ("reboot", "pay"):
@@ -210,17 +215,17 @@ def _read_clause(clause: str, verb: str | None, topic: str | None) -> tuple[list
         elif kind == "mode":
             if verb in ("turn", "on", "ensure") and not condition:
                 found.append(Request("set_network_mode_preference", {"mode": _mode(match)}))
+        elif kind == "permission":
+            if verb in ("grant", "turn", "on", "ensure") and not condition:
+                found.append(Request("grant_app_permission", {**app, "permission": match[0]}))
         else:
             topic = topic if kind == "it" else kind
             if topic is None or condition:
                 continue
             waiting = topic if verb in ("turn", "ensure") else None
-            found += _ask(verb, topic, clause)
-    if permissions and verb in ("grant", "on", "turn", "ensure"):
-        app = "browser" if "browser" in clause else "messaging"
-        found = [Request("grant_app_permission", {"app_name": app, "permission": name}) for name in permissions]
-    elif waiting and not any(request.tool == waiting for request in found):
-        found += _ask("check" if verb == "ensure" else "flip", waiting, clause)
+            found += _ask(verb, topic, app)
+    if waiting in SWITCHES and not any(request.tool == waiting for request in found):
+        found += _ask("check" if verb == "ensure" else "flip", waiting, app)
     return found, verb, topic
 
 
@@ -232,21 +237,21 @@ def _mode(match: re.Match[str]) -> str:
     return "4g_5g_preferred"
 
 
-def _ask(verb: str | None, topic: str, clause: str) -> list[Request]:
+def _ask(verb: str | None, topic: str, app: dict[str, str]) -> list[Request]:
     """Return the request that a verb makes of an object, if the two make sense together."""
     if verb == "check":
         if topic in SWITCHES:
             return [Request(SWITCHES[topic].reader)]
         if topic in ("check_app_permissions", "check_app_status"):
-            return [Request(topic, {"app_name": "browser" if "browser" in clause else "messaging"})]
+            return [Request(topic, app)]
         return [Request("check_vpn_status" if topic == "vpn" else topic)]
     if verb in ("on", "off"):
         if topic in SWITCHES:
             return [Request(topic, on=verb == "on")]
         return [Request("connect_vpn" if verb == "on" else "disconnect_vpn")] if topic == "vpn" else []
     if verb == "flip":
-        return [Request(topic)] if topic in SWITCHES else []
-    if topic == "check_apn_settings" and verb == "turn" and "internet" in clause:
+        return [Request(topic)]
+    if (verb, topic) == ("turn", "check_apn_settings"):
         return [Request("set_apn_settings", {"apn_settings": {"apn_name": "internet"}})]
     fixes = {("reset", "check_apn_settings"): "reset_apn_settings", ("reseat", "check_sim_status"): "reseat_sim_card"}
     return [Request(fixes[verb, topic])] if (verb, topic) in fixes else []
@@ -264,6 +269,7 @@ _STATUS = {
     "Data Roaming Enabled": "Data roaming",
     "Wi-Fi Radio": "Wi-Fi",
 }
+_WORDS = {"Yes": "on", "No": "off", "ON": "on", "OFF": "off"}
 _PERSON = ((r"\bYour\b", "My"), (r"\byour\b", "my"), (r"\b[Yy]ou do not\b", "I do not"), (r"\bYou have\b", "I have"))
 
 
@@ -277,7 +283,7 @@ def first_person(text: str) -> str:
 def status_bar(result: str) -> str:
     """Return the status bar in a tool result as words, such as "excellent signal, 5G, data enabled", or ""."""
     words = []
-    for part in result.partition("Status Bar: ")[2].split(" | "):
+    for part in filter(None, result.partition("Status Bar: ")[2].split(" | ")):
         text = part.encode("ascii", "ignore").decode().strip()
         level = text.lower() in ("poor", "fair", "good", "excellent")
         words.append(f"{text.lower()} signal" if level else f"battery {text}" if text.endswith("%") else text)
@@ -290,7 +296,8 @@ def report(tool: str, result: str) -> str:
         return f"Status bar: {status_bar(result)}."
     if tool == "check_network_status":
         values = dict(line.split(": ", 1) for line in result.splitlines() if ": " in line)
-        return " ".join(f"{name}: {values[key].lower()}." for key, name in _STATUS.items() if key in values)
+        words = {key: _WORDS.get(value, value.replace("_", " ")) for key, value in values.items()}
+        return " ".join(f"{name}: {words[key]}." for key, name in _STATUS.items() if key in words)
     body = result.partition("Status Bar: ")[0]
     if tool == "run_speed_test" and "Mbps" in body:
         body = body.partition(").")[0] + ")."
@@ -301,5 +308,5 @@ def report(tool: str, result: str) -> str:
     elif tool == "check_vpn_status" and "Details" in body:
         level = re.search(r"server_performance.*?'(\w+)'", body)
         body = "VPN is ON and connected." + (f" Server performance: {level[1]}." if level else "")
-    text = first_person(" ".join(body.split()))
-    return text if text.endswith((".", "!", "?")) else f"{text}."
+    lines = [first_person(line.strip(" -")) for line in body.splitlines() if line.strip()]
+    return " ".join(line if line.endswith((".", "!", "?", ":")) else f"{line}." for line in lines)
