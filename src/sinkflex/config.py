@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,7 +18,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-TaskSet = Literal["test", "held_out", "train"]
+ScoredSplit = Literal["test", "held_out", "train", "base"]
 
 
 class Section(BaseModel):
@@ -113,8 +113,8 @@ class PromptConfig(Section):
 class TasksConfig(Section):
     """Which tasks are trained on, and how they are drawn."""
 
-    pool: Literal["train", "full"] = "train"
-    """The official train split, or all tasks except the test tasks and their persona siblings (telecom)."""
+    split: Literal["train", "pool", "base"] = "train"
+    """The official train split; pool: all tasks apart from the test tasks (telecom); base: all there are (mock)."""
     sampling: Literal["uniform", "variance"] = "uniform"
     """Uniform, or by 4P(1-P) of the pass rate P of the task's bucket."""
     bucket: tuple[str, ...] = Field(default=("family", "faults"), strict=False, min_length=1)
@@ -214,10 +214,10 @@ class TrainConfig(Section):
 class ValidationConfig(Section):
     """How the score `validation/mean@1` is measured."""
 
-    split: TaskSet = "test"
-    """Task set of the score: test and train are official splits, held_out is 200 tasks apart from both."""
-    extra: tuple[TaskSet, ...] = Field(default=(), strict=False)
-    """Further task sets scored at both ends of the run."""
+    split: ScoredSplit = "test"
+    """Tasks of the score: official splits, held_out (apart from both, telecom), or base (all there are, mock)."""
+    extra: tuple[ScoredSplit, ...] = Field(default=(), strict=False)
+    """Further splits scored at both ends of the run."""
     trials: Count = 1
     """Episodes of each task."""
     temperature: NotNegative = 0.0
@@ -256,7 +256,7 @@ class Config(Section):
 
     def flat(self) -> dict[str, Any]:
         """Return {"section.key": JSON value}, for comparing two configs."""
-        return dict(leaves(self.model_dump(mode="json")))
+        return dict(_leaves(self.model_dump(mode="json")))
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
@@ -300,16 +300,29 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
         f'env.solo = true needs tasks with a ticket, which env.domain = "{env.domain}" has not. '
         'Type env.domain = "telecom" or env.solo = false.',
     )
+    yield from _split_contradictions(config)
+
+
+def _split_contradictions(config: Config) -> Iterator[tuple[bool, str]]:
+    domain, scored = config.env.domain, {config.validation.split, *config.validation.extra}
+    splits = {"telecom": ("train", "test", "pool", "held_out"), "mock": ("base",)}.get(domain, ("train", "test"))
+    for key, options, chosen in (
+        ("tasks.split", ("train", "pool", "base"), {config.tasks.split}),
+        ("validation.split or validation.extra", get_args(ScoredSplit), scored),
+    ):
+        known = " or ".join(f'"{split}"' for split in options if split in splits)
+        for split in sorted(chosen.difference(splits)):
+            yield True, f'{key} = "{split}": {domain} has no such split. Type {known}.'
     yield (
-        config.tasks.pool == "full" and env.domain != "telecom",
-        f'tasks.pool = "full" exists for telecom only, found env.domain = "{env.domain}". Type tasks.pool = "train".',
+        config.tasks.split == "pool" and "held_out" in scored,
+        'validation scores "held_out" tasks, which tasks.split = "pool" trains on. Type tasks.split = "train".',
     )
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield ("section.key", value) for every value of nested mappings."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
+            yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

@@ -9,14 +9,14 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from sinkflex.config import Config, leaves
+from sinkflex.config import Config
 
 SectionT = TypeVar("SectionT", bound=BaseModel)
 
@@ -98,10 +98,10 @@ def dump_config(config: Config) -> str:
             target, pairs = (f"{section}.{key}", value) if isinstance(value, dict) else (section, {key: value})
             tables.setdefault(target, {}).update(pairs)
         for title, pairs in tables.items():
-            # A JSON scalar or list is valid TOML as it stands.
+            # A JSON scalar or list is valid TOML as it stands, but for one character.
             texts = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in pairs.items())
             lines += [f"[{title}]", *texts, ""]
-    return "\n".join(lines)
+    return "\n".join(lines).replace("\x7f", "\\u007f")
 
 
 def did_you_mean(found: str, choices: Iterable[str]) -> str:
@@ -137,7 +137,7 @@ def _explain_unknown(model: type[BaseModel], location: list[str], key: str) -> s
     """Return the message for a key that does not exist, with the nearest one that does."""
     parent = _section(model, location[:-1])
     here = [key.removesuffix(location[-1]) + name for name in parent.model_fields]
-    namesakes = [name for name, _ in leaves(model().model_dump()) if name.split(".")[-1] == location[-1]]
+    namesakes = [name for name in _options(model) if name.split(".")[-1] == location[-1]]
     if near := difflib.get_close_matches(location[-1], parent.model_fields, n=1):
         hint = f"Did you mean {key.removesuffix(location[-1])}{near[0]}?"
     elif namesakes:
@@ -145,6 +145,16 @@ def _explain_unknown(model: type[BaseModel], location: list[str], key: str) -> s
     else:
         hint = f"There are {', '.join(here)}."
     return f"{key} is not {'a section' if parent is Config else 'an option'}. {hint}"
+
+
+def _options(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted name of every option."""
+    for name in model.model_fields:
+        inner = _section(model, [name])
+        if inner is model:
+            yield f"{prefix}{name}"
+        else:
+            yield from _options(inner, f"{prefix}{name}.")
 
 
 def _section(model: type[BaseModel], location: list[str]) -> type[BaseModel]:
