@@ -68,7 +68,7 @@ class RecordTable(MutableMapping):
 
     def __getitem__(self, key: str) -> BaseModel:
         if key not in self.own:
-            self.own[key] = copy_value(self.base[key])
+            self.own[key] = copy.deepcopy(self.base[key])
         return self.own[key]
 
     def __setitem__(self, key: str, record: BaseModel) -> None:
@@ -101,45 +101,20 @@ class RecordTable(MutableMapping):
         """Records to read: records of the template are not copied."""
         return {**self.base, **self.own}.values()
 
-    def fork(self) -> RecordTable:
-        """Return an independent table in the same state."""
-        return RecordTable(self.domain, self.name, copy_value(self.own))
-
-
-def copy_value(value: Any) -> Any:
-    """Deep-copy models, dicts and lists; anything else is immutable here and shared (7 times faster than deepcopy)."""
-    if isinstance(value, BaseModel):
-        clone = value.model_copy()
-        attributes = clone.__dict__
-        for name, attribute in attributes.items():
-            if isinstance(attribute, (BaseModel, dict, list, RecordTable)):
-                attributes[name] = copy_value(attribute)
-        return clone
-    if isinstance(value, RecordTable):
-        return value.fork()
-    if isinstance(value, dict):
-        return {key: copy_value(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [copy_value(item) for item in value]
-    return value
-
 
 def new_world(domain: str) -> Environment:
     """Return a world in the domain's default state."""
-    return fork_world(template(domain))
+    world = copy.copy(template(domain))
+    world.tools = type(world.tools)(_default_db(domain, "tools"))
+    if world.user_tools is not None:
+        world.user_tools = type(world.user_tools)(_default_db(domain, "user_tools"))
+    return world
 
 
 def fork_world(world: Environment) -> Environment:
     """Return an independent world in the same state."""
     clone = copy.copy(world)
-    for side in ("tools", "user_tools"):
-        toolkit = getattr(world, side)
-        if toolkit is not None:
-            toolkit = copy.copy(toolkit)
-            toolkit.db = copy_value(toolkit.db)
-            if isinstance(toolkit, IsolatedPhoneTools):
-                toolkit.default_vpn_details = copy_value(toolkit.default_vpn_details)
-            setattr(clone, side, toolkit)
+    clone.tools, clone.user_tools = copy.deepcopy((world.tools, world.user_tools))
     return clone
 
 
@@ -163,19 +138,29 @@ def same_state(left: Environment, right: Environment) -> bool:
 
 @cache
 def template(domain: str) -> Environment:
-    """Return the domain's world in its default state: fork it, never change it."""
+    """Return the domain's world in its default state, for its tools and texts: never change it."""
     module = importlib.import_module(f"tau2.domains.{domain}.environment")
     if domain in _LARGE:
-        records = _records(domain)
-        db_class = type(_database(domain))
-        return module.get_environment(
-            db=db_class.model_construct(**{name: RecordTable(domain, name, {}) for name in records})
-        )
+        return module.get_environment(db=_default_db(domain, "tools"))
     world = module.get_environment()
     if domain == "telecom":
         world.tools = SeededTelecomTools(world.tools.db)
         world.user_tools = IsolatedPhoneTools(world.user_tools.db)
     return world
+
+
+def _default_db(domain: str, side: str) -> DB:
+    if domain in _LARGE:
+        tables = {name: RecordTable(domain, name, {}) for name in _records(domain)}
+        return type(_database(domain)).model_construct(**tables)
+    db_class, text = _default_text(domain, side)
+    return db_class.model_validate_json(text)  # 6 times faster than a deep copy
+
+
+@cache
+def _default_text(domain: str, side: str) -> tuple[type[DB], str]:
+    db = getattr(template(domain), side).db
+    return type(db), db.model_dump_json()
 
 
 @cache

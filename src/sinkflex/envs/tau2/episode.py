@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from tau2.environment.environment import Environment
 
 from sinkflex.envs.env import EnvironmentFault, Message, StopReason, ToolCall
 from sinkflex.envs.tau2 import policies, scoring
-from sinkflex.envs.tau2.database import copy_value, fork_world, new_world
+from sinkflex.envs.tau2.database import fork_world, new_world
 from sinkflex.envs.tau2.tasks import TaskSpec, read
 from sinkflex.users.user import User, UserAction, UserStop
 
@@ -76,7 +77,7 @@ class Episode:
             EnvironmentFault: the tool broke in a way that its package does not turn into an answer.
         """
         request = Tau2ToolCall.model_construct(
-            id=call.id, name=call.name, arguments=copy_value(dict(call.arguments)), requestor=actor
+            id=call.id, name=call.name, arguments=copy.deepcopy(dict(call.arguments)), requestor=actor
         )
         try:
             result = self.world.get_response(request)

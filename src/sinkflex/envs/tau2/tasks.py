@@ -31,7 +31,8 @@ class TaskSpec:
     tags: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
-def load(domain: str, split: str) -> list[TaskSpec]:
+@cache
+def load(domain: str, split: str) -> tuple[TaskSpec, ...]:
     """Return the tasks of a split in the package's order.
 
     Args:
@@ -43,7 +44,7 @@ def load(domain: str, split: str) -> list[TaskSpec]:
     Raises:
         ValueError: no such domain or split.
     """
-    return [spec(domain, task_id) for task_id in _ids(checked_domain(domain), split)]
+    return tuple(spec(domain, task_id) for task_id in _ids(checked_domain(domain), split))
 
 
 def spec(domain: str, task_id: str) -> TaskSpec:
