@@ -4,8 +4,9 @@ It knows the domain's remedies but no task's answer: it reads only what the agen
 results of its own tools). It gives the demonstrations of the warm start.
 
     user:   I am unable to send MMS messages ... John Smith with phone number 555-123-2002 ... abroad in France.
-    agent:  get_customer_by_phone, enable_roaming, get_data_usage
+    agent:  get_customer_by_phone
     agent:  Please check your network status and check your Wi-Fi calling.
+    agent:  enable_roaming, get_data_usage
     agent:  Please turn off airplane mode and turn on data roaming.
     agent:  Please try to send an MMS.
 """
@@ -34,11 +35,12 @@ CHECKS = {
 }
 # The check that shows whether the problem is solved, and what it shows then.
 GOALS = {
-    "service": ("check_status_bar", r"(?i)\A(?!.*(?:no signal|airplane))"),
+    "service": ("check_status_bar", r"\A(?!.*(?:no signal|airplane))"),
     "speed": ("run_speed_test", r"\(Excellent\)"),
     "mms": ("can_send_mms", r"\bcan send MMS"),
 }
 _APP = {"app_name": "messaging"}
+_PHONE = re.compile(r"\d{3}-\d{3}-\d{4}")
 
 # check: (what a report of that check shows when something is wrong, the remedy, the complaints it matters to).
 FAULTS: dict[str, tuple[tuple[str, Request, tuple[str, ...]], ...]] = {
@@ -120,10 +122,11 @@ class SweepAgent:
         self._abroad = "abroad" in opening
         self._remedies: list[Request] = []
         self._reboot = False
+        self._keys = yield from self._identify(opening)
         parts = [self._diagnose, self._account]
         if self.shuffle and self._rng.random() < 0.5:
             parts.reverse()
-        hopeless = (yield from parts[0](opening)) or (yield from parts[1](opening))
+        hopeless = not self._keys or (yield from parts[0](opening)) or (yield from parts[1](opening))
         if not hopeless and (yield from self._mend()):
             while True:
                 yield from self._call("done") if self.solo else self._say("Is there anything else?")
@@ -133,59 +136,62 @@ class SweepAgent:
             ending = TRANSFER_NOTICE if self.transfer else "I am sorry, I cannot solve this."
             yield from self._call("done") if self.solo else self._say(ending)
 
+    def _identify(self, opening: str) -> Script:
+        """Look the customer up. Returns the ids of customer and line that the agent's tools want, or {}."""
+        phone = _PHONE.search(opening) or _PHONE.search((yield from self._say("What is your phone number?")))
+        if not phone:
+            return {}
+        customer = _fields((yield from self._call("get_customer_by_phone", phone_number=phone[0])))
+        if not customer.get("line_ids"):
+            return {}
+        line = min(customer["line_ids"], key=lambda name: name[-3:] != phone[0][-3:])  # L1002 is 555-123-2002
+        return {"customer_id": customer["customer_id"], "line_id": line}
+
     def _diagnose(self, opening: str) -> Script:
         """Collect the remedies for what the phone shows. Returns True if a locked SIM makes the case hopeless."""
         checks = self._chosen([Request(name, _APP if "app" in name else {}) for name in CHECKS[self._family]])
         heard = yield from self._request(checks)
         for check in checks:
             self._remedies += self._faults(check.tool, heard)
-        return bool(re.search(r"sim(?: card status)?: locked", heard, re.IGNORECASE))
+        return _shows(r"sim(?: card status)?: locked", heard)
 
     def _account(self, opening: str) -> Script:
         """Mend what the agent's own tools can. Returns True if an ended contract makes the case hopeless."""
-        phone = re.search(r"\d{3}-\d{3}-\d{4}", opening)
-        number = phone[0] if phone else (yield from self._say("What is your phone number?"))
-        customer = _fields((yield from self._call("get_customer_by_phone", phone_number=number)))
-        if not customer.get("line_ids"):
-            return False
-        line = min(customer["line_ids"], key=lambda line_id: line_id[-3:] != number[-3:])  # L1002 is 555-123-2002
-        keys = {"customer_id": customer["customer_id"], "line_id": line}
         if self._family == "service":
-            return (yield from self._lift_suspension(keys))
-        remedies = [self._enable_roaming] * self._abroad + [self._refuel]
-        for remedy in self._chosen(remedies):
-            yield from remedy(keys, opening)
+            return (yield from self._lift_suspension())
+        for remedy in self._chosen([self._enable_roaming, self._refuel] if self._abroad else [self._refuel]):
+            yield from remedy(opening)
         return False
 
-    def _lift_suspension(self, keys: dict[str, str]) -> Script:
+    def _lift_suspension(self) -> Script:
         """Have the overdue bill paid and resume the line. Returns True if the contract has ended: not allowed then."""
-        line = _fields((yield from self._call("get_details_by_id", id=keys["line_id"])))
+        line = _fields((yield from self._call("get_details_by_id", id=self._keys["line_id"])))
         if line.get("status") != "Suspended":
             return False
         if str(line["contract_end_date"]) < str(line["suspension_start_date"]):
             return True
-        bills = _fields((yield from self._call("get_bills_for_customer", customer_id=keys["customer_id"])))
+        bills = _fields((yield from self._call("get_bills_for_customer", customer_id=self._keys["customer_id"])))
         for bill in bills:
             if bill["status"] == "Overdue":
-                bill_key = {"customer_id": keys["customer_id"], "bill_id": bill["bill_id"]}
+                bill_key = {"customer_id": self._keys["customer_id"], "bill_id": bill["bill_id"]}
                 yield from self._call("send_payment_request", **bill_key)
                 yield from self._request([Request("make_payment")])
-        yield from self._call("resume_line", **keys)
+        yield from self._call("resume_line", **self._keys)
         self._reboot = True
         return False
 
-    def _enable_roaming(self, keys: dict[str, str], opening: str) -> Script:
-        yield from self._call("enable_roaming", **keys)
+    def _enable_roaming(self, opening: str) -> Script:
+        yield from self._call("enable_roaming", **self._keys)
 
-    def _refuel(self, keys: dict[str, str], opening: str) -> Script:
+    def _refuel(self, opening: str) -> Script:
         """Add data if it is used up, as much as the user wants."""
-        usage = _fields((yield from self._call("get_data_usage", **keys)))
+        usage = _fields((yield from self._call("get_data_usage", **self._keys)))
         used, limit, extra = (float(usage.get(f"data_{name}_gb", 0)) for name in ("used", "limit", "refueling"))
-        if used < limit + extra:
+        if not usage or used < limit + extra:
             return
         answer = opening if self.solo else (yield from self._say("Your data is used up. How much should I refuel?"))
         amount = re.search(r"([\d.]+) GB", answer)
-        yield from self._call("refuel_data", **keys, gb_amount=float(amount[1]) if amount else MAX_REFUEL_GB)
+        yield from self._call("refuel_data", **self._keys, gb_amount=float(amount[1]) if amount else MAX_REFUEL_GB)
 
     def _mend(self) -> Script:
         """Apply the remedies, then those the status bar asks for. Returns whether the goal check shows success."""
@@ -199,16 +205,14 @@ class SweepAgent:
             bar = bar.lower().rpartition("status bar")[2]
             yield from self._request(self._chosen(self._faults("check_status_bar", bar)))
         shown = yield from self._request([Request(GOALS[self._family][0])])
-        return re.search(GOALS[self._family][1], shown) is not None
+        return _shows(GOALS[self._family][1], shown)
 
     def _faults(self, check: str, heard: str) -> list[Request]:
         """Return the remedies for the faults that the report of a check shows."""
         return [
             remedy
             for pattern, remedy, families in FAULTS[check]
-            if self._family in families
-            and (self._abroad or remedy.tool != "toggle_roaming")
-            and re.search(pattern, heard, re.IGNORECASE | re.DOTALL)
+            if self._family in families and (self._abroad or remedy.tool != "toggle_roaming") and _shows(pattern, heard)
         ]
 
     def _chosen(self, items: list[Any]) -> list[Any]:
@@ -248,6 +252,11 @@ class SweepAgent:
 
     def _say(self, text: str) -> Script:
         return (yield Action(text=text))
+
+
+def _shows(pattern: str, heard: str) -> bool:
+    """Return whether what came back, over all its lines and in any case, matches a pattern."""
+    return re.search(pattern, heard, re.IGNORECASE | re.DOTALL) is not None
 
 
 def _fields(content: str) -> Any:

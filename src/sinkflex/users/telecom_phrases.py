@@ -210,8 +210,8 @@ def _read_clause(clause: str, verb: str | None, topic: str | None) -> tuple[list
         elif kind == "if":
             condition = verb != "check"
         elif kind in ("yes", "no"):
-            if waiting in SWITCHES and not condition:
-                found.append(Request(waiting, on=kind == "yes"))
+            if waiting and not condition:
+                found += _ask("on" if kind == "yes" else "off", waiting, app)
         elif kind == "mode":
             if verb in ("turn", "on", "ensure") and not condition:
                 found.append(Request("set_network_mode_preference", {"mode": _mode(match)}))
