@@ -254,7 +254,8 @@ def _ask(verb: str | None, topic: str, app: dict[str, str]) -> list[Request]:
     if (verb, topic) == ("turn", "check_apn_settings"):
         return [Request("set_apn_settings", {"apn_settings": {"apn_name": "internet"}})]
     fixes = {("reset", "check_apn_settings"): "reset_apn_settings", ("reseat", "check_sim_status"): "reseat_sim_card"}
-    return [Request(fixes[verb, topic])] if (verb, topic) in fixes else []
+    tool = fixes.get((verb or "", topic))
+    return [Request(tool)] if tool else []
 
 
 # --- Reporting a tool result -----------------------------------------------------------------------------------
