@@ -33,7 +33,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 		{ echo "$$($(PYTHON) --version) found, 3.11 or newer needed. Type for instance: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@echo "Setting up .venv: this takes a few minutes, once."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint requirements.lock torch
-	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements.lock
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install --quiet --no-compile --constraint requirements.lock torch
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-build-isolation --editable .
 	@touch $@
