@@ -26,7 +26,7 @@ import torch
 from sinkflex.attention.plan import Piece, Plan, Span
 
 BLOCK = 64  # queries of a window block: from window / 2 to window was the quickest
-BATCH_TOKENS = 2048  # bounds the copies of one call
+BATCH_KEYS = 8192  # bounds the copies of one call
 LONG = 256  # squares above this length are not padded to share a call
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -220,7 +220,7 @@ def _batched(
 ) -> list[Call]:
     """Calls of a bounded number of rectangles of one shape."""
     calls = []
-    size = max(1, BATCH_TOKENS // len(group[0].queries)) if group else 1
+    size = max(1, BATCH_KEYS // len(group[0].keys)) if group else 1
     for batch in (group[i : i + size] for i in range(0, len(group), size)):
         queries, keys = (np.stack([getattr(r, side) for r in batch]) for side in ("queries", "keys"))
         row = np.arange(queries.shape[1])

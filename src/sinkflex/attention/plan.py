@@ -185,9 +185,7 @@ def _depths(subtree_end: np.ndarray) -> np.ndarray:
     position = np.cumsum(change)[:tokens]
     if position[~real].any():
         bad = int(np.flatnonzero(~real & (position > 0))[0])
-        raise ValueError(
-            f"token {bad} is padding inside the subtree of a token; expected it between documents"
-        )
+        raise ValueError(f"token {bad} is padding inside the subtree of a token; expected it between documents")
     return position
 
 

@@ -36,7 +36,7 @@ def reference_attention(
 ) -> torch.Tensor:
     """Attention by its definition; arguments as in `sink.sink_attention`, computed and returned in float64.
 
-    Tokens that see nothing output 0.
+    Tokens that see nothing output 0. `sinks` may also be [H, N], one per token, which shows each term of d_sinks.
     """
     batch, heads, tokens, size = q.shape
     flat = [x.double().transpose(1, 2).reshape(batch * tokens, -1, size).transpose(0, 1) for x in (q, k, v)]
@@ -47,7 +47,7 @@ def reference_attention(
     scores = (queries @ keys.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
     if sinks is None:
         sinks = torch.full((heads,), -torch.inf)
-    column = sinks.double()[:, None, None].expand(-1, batch * tokens, 1)
+    column = sinks.double().reshape(heads, -1, 1).expand(-1, batch * tokens, 1)
     scores = torch.cat([scores, column], -1)
     nothing = (scores == -torch.inf).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0)

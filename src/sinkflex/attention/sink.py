@@ -53,7 +53,11 @@ def sink_attention(
 
 
 class _SinkAttention(torch.autograd.Function):
-    """Keeps q, k, v, the output and its log-sum-exp: linear in length."""
+    """Keeps q, k, v, the output and its log-sum-exp: linear in length.
+
+    In half precision it also keeps what rounding took from the output: d_out . out cancels, and the gradient of a sink
+    is made of nothing else.
+    """
 
     @staticmethod
     def forward(
@@ -72,21 +76,25 @@ class _SinkAttention(torch.autograd.Function):
             out.mul_((lse - joint).exp_()[..., None])
             lse = joint
         batch, _, tokens, size = q.shape
-        out = out.to(q.dtype).view(batch, tokens, -1, size).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        exact, out = out, out.to(q.dtype)
+        rounded_off = None if exact is out else (exact - out).to(q.dtype)
+        out = out.view(batch, tokens, -1, size).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, sinks, out, rounded_off, lse)
         ctx.plan, ctx.window, ctx.scale = plan, window, scale
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        tokens = [_tokens(x) for x in (d_out, q, k, v, out)]
-        grads = aten.backward(*tokens, lse, ctx.plan, ctx.window, ctx.scale)
+        q, k, v, sinks, out, rounded_off, lse = ctx.saved_tensors
+        d_out, out, *qkv = (_tokens(x) for x in (d_out, out, q, k, v))
+        if rounded_off is not None:
+            out += rounded_off
+        grads = aten.backward(d_out, *qkv, out, lse, ctx.plan, ctx.window, ctx.scale)
         d_sinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype) - lse).exp_()
-            d_sinks = -(share * (tokens[0] * tokens[4]).sum(-1)).sum(0).to(sinks.dtype)
+            d_sinks = -(share * (d_out * out).sum(-1)).sum(0).to(sinks.dtype)
         d_q, d_k, d_v = (
             grad.to(x.dtype).view(x.shape[0], x.shape[2], -1, x.shape[3]).transpose(1, 2)
             for grad, x in zip(grads, (q, k, v), strict=True)
