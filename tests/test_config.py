@@ -138,7 +138,6 @@ def test_an_override_through_a_value_is_refused(tmp_path):
         (["env.domain=mock"], 'tasks.split = "train": mock has no such split. Type "base".'),
         (["env.domain=retail", "tasks.split=pool"], 'retail has no such split. Type "train".'),
         (["validation.split=base"], 'telecom has no such split. Type "test" or "held_out" or "train".'),
-        (["tasks.split=pool", 'validation.extra=["held_out"]'], 'Type tasks.split = "train".'),
     ],
 )
 def test_contradictions_are_refused_with_a_way_out(tmp_path, overrides, part):
