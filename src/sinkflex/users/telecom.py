@@ -64,6 +64,14 @@ class Goal:
     test: Callable[[str, str], bool | None]
 
 
+def _can_send(tool: str, result: str) -> bool | None:
+    return " can send MMS" in result if tool == "can_send_mms" else None
+
+
+def _is_fast(tool: str, result: str) -> bool | None:
+    return "(Excellent)" in result if tool == "run_speed_test" else None
+
+
 def _has_service(tool: str, result: str) -> bool | None:
     if tool == "check_network_status":
         return "Cellular Connection: connected" in result
@@ -72,8 +80,8 @@ def _has_service(tool: str, result: str) -> bool | None:
 
 
 GOALS = {
-    "mms": Goal("can_send_mms", lambda tool, text: " can send MMS" in text if tool == "can_send_mms" else None),
-    "speed": Goal("run_speed_test", lambda tool, text: "(Excellent)" in text if tool == "run_speed_test" else None),
+    "mms": Goal("can_send_mms", _can_send),
+    "speed": Goal("run_speed_test", _is_fast),
     "service": Goal("check_status_bar", _has_service),
 }
 
