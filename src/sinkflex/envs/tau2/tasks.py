@@ -31,8 +31,7 @@ class TaskSpec:
     tags: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
-@cache
-def load(domain: str, split: str) -> tuple[TaskSpec, ...]:
+def load(domain: str, split: str) -> list[TaskSpec]:
     """Return the tasks of a split in the package's order.
 
     Args:
@@ -44,7 +43,7 @@ def load(domain: str, split: str) -> tuple[TaskSpec, ...]:
     Raises:
         ValueError: no such domain or split.
     """
-    return tuple(spec(domain, task_id) for task_id in _ids(checked_domain(domain), split))
+    return list(_load(checked_domain(domain), split))
 
 
 def spec(domain: str, task_id: str) -> TaskSpec:
@@ -83,6 +82,11 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """Return the clause of an error message that names the choice closest to a word."""
     matches = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=0.4)
     return f"the nearest is {matches[0]!r}" if matches else "nothing is close to it"
+
+
+@cache
+def _load(domain: str, split: str) -> tuple[TaskSpec, ...]:
+    return tuple(spec(domain, task_id) for task_id in _ids(domain, split))
 
 
 def _ids(domain: str, split: str) -> list[str]:
