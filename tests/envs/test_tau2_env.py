@@ -151,6 +151,7 @@ def test_options_choose_domain_split_task_and_user():
     [
         (lambda: Tau2Env("telcom"), ["'telcom'", "'telecom'"]),
         (lambda: Tau2Env("telecom").reset(options={"task": "x"}), ["'task'", "'task_id'"]),
+        (lambda: Tau2Env("telecom", policy_text="ful").policy, ["'ful'", "'full'", "short"]),
         (lambda: Tau2Env("telecom").reset(options={"task_id": "x"}), ["'x'", "tasks.load"]),
         (lambda: Tau2Env("telecom", split="tset").reset(), ["'tset'", "'test'"]),
         (lambda: Tau2Env("telecom", user="scriptd").reset(), ["'scriptd'", "'scripted'"]),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 from tau2.data_model.tasks import Task
 
 from sinkflex.envs.tau2.database import template
+from sinkflex.envs.tau2.tasks import nearest
 
 PolicyText = Literal["full", "short", "none"]
+POLICY_TEXTS: tuple[PolicyText, ...] = get_args(PolicyText)
 
 GREETING = "Hi! How can I help you today?"
 
@@ -56,7 +58,12 @@ def policy(domain: str, solo: bool, text: PolicyText) -> str:
         solo: without a user.
         text: `full` is the package's policy, `short` a few sentences that leave most rules out, `none` is empty.
             Results under different texts are not comparable.
+
+    Raises:
+        ValueError: no such text.
     """
+    if text not in POLICY_TEXTS:
+        raise ValueError(f"unknown policy text {text!r}; {nearest(text, POLICY_TEXTS)} of {', '.join(POLICY_TEXTS)}.")
     if text == "none":
         return ""
     body = _full(domain, solo) if text == "full" else _SHORT[domain]
