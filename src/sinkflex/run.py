@@ -123,7 +123,7 @@ def open_run(config: Config) -> Run:
         sampler=make_sampler(config, policy),
         learner=make_learner(config, policy, config.learner, config.train.steps * config.learner.mini_batches),
         method=method,
-        tasks=TaskSampler(training_tasks(config), config.tasks, config.run.seed),
+        tasks=TaskSampler(training_tasks(config.env.domain, config.tasks.split), config.tasks, config.run.seed),
         metrics=open_metrics(config, directory, position),
     )
     if saved is not None:
@@ -207,7 +207,7 @@ def corpus(config: Config) -> Iterator[str]:
         dialogues = demonstrations(config)
     else:
         dialogues = [Dialogue(t.task_id, 0, env.reset(seed=0, options={"task_id": t.task_id})[0], [], 0.0, {})
-                     for t in training_tasks(config)]
+                     for t in training_tasks(config.env.domain, config.tasks.split)]
     for dialogue in dialogues:
         yield from (message.content for message in dialogue.opening)
         for action, observation in dialogue.exchanges:

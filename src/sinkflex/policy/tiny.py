@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 from sinkflex.config import TinyConfig
@@ -41,6 +41,10 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
 
 
+# What a token may not cross: a JSON string without blanks and the punctuation after it, a word, or other signs.
+WORDS = Regex(r' ?"[^"\s]*"[:,\]}]*| ?\w+| ?[^\w\s"]+|"|\s+')
+
+
 def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer with our chat template on the given texts.
 
@@ -49,7 +53,12 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
         vocabulary: number of ids, special tokens and the 256 bytes included.
     """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(WORDS, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
