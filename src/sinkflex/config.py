@@ -18,7 +18,14 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+TrainedSplit = Literal["train", "pool", "base"]
 ScoredSplit = Literal["test", "held_out", "train", "base"]
+SPLITS = {
+    "telecom": ("train", "test", "pool", "held_out"),
+    "retail": ("train", "test"),
+    "airline": ("train", "test"),
+    "mock": ("base",),
+}
 
 
 class Section(BaseModel):
@@ -113,7 +120,7 @@ class PromptConfig(Section):
 class TasksConfig(Section):
     """Which tasks are trained on, and how they are drawn."""
 
-    split: Literal["train", "pool", "base"] = "train"
+    split: TrainedSplit = "train"
     """The official train split; pool: telecom's full set without test and held-out tasks; base: all (mock)."""
     sampling: Literal["uniform", "variance"] = "uniform"
     """Uniform, or by 4P(1-P) of the pass rate P of the task's bucket."""
@@ -305,9 +312,9 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
 
 def _split_contradictions(config: Config) -> Iterator[tuple[bool, str]]:
     domain, scored = config.env.domain, {config.validation.split, *config.validation.extra}
-    splits = {"telecom": ("train", "test", "pool", "held_out"), "mock": ("base",)}.get(domain, ("train", "test"))
+    splits = SPLITS[domain]
     for key, options, chosen in (
-        ("tasks.split", ("train", "pool", "base"), {config.tasks.split}),
+        ("tasks.split", get_args(TrainedSplit), {config.tasks.split}),
         ("validation.split or validation.extra", get_args(ScoredSplit), scored),
     ):
         known = " or ".join(f'"{split}"' for split in options if split in splits)

@@ -177,8 +177,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        known = sorted({str(found) for folder in (path.parent, Path("recipes")) for found in folder.glob("*.toml")})
-        hint = did_you_mean(str(path), known) or (f" Recipes here: {', '.join(known)}." if known else "")
+        shipped = sorted(str(found) for found in Path("recipes").glob("*.toml"))
+        hint = did_you_mean(str(path), [*shipped, *map(str, path.parent.glob("*.toml"))])
+        hint = hint or (f" There are {', '.join(shipped)}." if shipped else "")
         raise ConfigError(f"{path}: no such file, expected a recipe.{hint}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a TOML file: {error}") from None

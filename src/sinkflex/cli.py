@@ -1,0 +1,222 @@
+"""The command line. Arguments and recipes are checked before torch is imported: each command imports what it needs.
+
+To add a command: write a function below `@command`; what it returns is printed, as JSON with `--json`.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+USER_MISTAKE, INTERRUPTED = 2, 130
+# What the user can do when the system refuses a file.
+_SPACE = "Free some space, or choose another disk with --set run.directory=FOLDER."
+_FOLDER = "Choose a folder you may write to with --set run.directory=FOLDER."
+_REMEDIES = {
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+    errno.EACCES: _FOLDER,
+    errno.EPERM: _FOLDER,
+    errno.EROFS: _FOLDER,
+    errno.EEXIST: _FOLDER,
+    errno.ENOTDIR: _FOLDER,
+}
+
+app = typer.Typer(
+    help="Train language-model agents that talk to a user and call tools over many turns.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+tasks_app = typer.Typer(help="Task suites.", no_args_is_help=True)
+app.add_typer(tasks_app, name="tasks")
+
+Recipe = Annotated[Path, typer.Argument(help="A recipe, for instance recipes/smoke.toml.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one option of the recipe. May be repeated."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
+
+
+def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Register a function as a command: its result is printed, its errors become one clear line and an exit status."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(**arguments: Any) -> None:
+            with _errors_as_lines(arguments["debug"]):
+                result = function(**arguments)
+                _print_result(result, arguments["as_json"])
+
+        return group.command(name)(run)
+
+    return register
+
+
+@command(app)
+def train(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False) -> Any:
+    """Run a recipe: warm start, then reinforcement learning. Continues a run directory that exists."""
+    return _train(recipe, overrides or [])
+
+
+@command(app)
+def sft(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False) -> Any:
+    """Run the warm start of a recipe alone; `train` goes on from there."""
+    return _train(recipe, [*(overrides or []), "train.steps=0"])
+
+
+@command(tasks_app, "list")
+def list_tasks(as_json: AsJson = False, debug: Debug = False) -> Any:
+    """List the domains and their splits, with the number of tasks."""
+    from sinkflex.config import SPLITS
+    from sinkflex.tasks.suites import scored_tasks, training_tasks
+
+    return [
+        {
+            "domain": domain,
+            "split": split,
+            "tasks": len((training_tasks if split == "pool" else scored_tasks)(domain, split)),
+        }
+        for domain, splits in SPLITS.items()
+        for split in splits
+    ]
+
+
+@command(app)
+def methods(as_json: AsJson = False, debug: Debug = False) -> Any:
+    """List the methods with their papers and options."""
+    from sinkflex.methods.method import METHODS, build_method
+
+    rows = []
+    for name in METHODS:
+        method = build_method(name, {}, max_tokens=1)
+        paper = (sys.modules[type(method).__module__].__doc__ or "").strip().splitlines()[0]
+        rows.append({"method": name, "paper": paper, "options": method.options.model_dump()})
+    return rows
+
+
+def main() -> None:
+    """Entry point of the `sinkflex` command."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    warnings.showwarning = _show_warning
+    app()
+
+
+def _train(recipe: Path, overrides: list[str]) -> dict[str, Any]:
+    from sinkflex.recipe import load_config
+
+    config = load_config(recipe, overrides)
+    from sinkflex.train import train
+
+    with _first_interrupt_waits() as interrupted:
+        run = train(config, interrupted)
+    return {"run": str(run.directory), "step": run.step}
+
+
+@contextmanager
+def _first_interrupt_waits() -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether Ctrl-C was pressed; a second Ctrl-C stops at once."""
+    pressed = False
+
+    def remember(number: int, frame: Any) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+        print("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _errors_as_lines(debug: bool) -> Iterator[None]:
+    """Turn a user's mistake, a full or forbidden disk, and Ctrl-C into one line and an exit status; bugs pass."""
+    again = shlex.join(["sinkflex", *sys.argv[1:]])
+    try:
+        yield
+    except KeyboardInterrupt:
+        _fail(f"stopped; continue with: {again}", INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever reads our output has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit from None
+    except Exception as error:
+        line = _user_mistake(error, again)
+        if line is None or debug:
+            raise
+        _fail(line, USER_MISTAKE)
+
+
+def _user_mistake(error: Exception, again: str) -> str | None:
+    """Return the line to show for this error, None if it is a bug."""
+    if isinstance(error, ValueError) and _raised_by_us(error):
+        return str(error)
+    number = error.errno if isinstance(error, OSError) else None
+    # Libraries written in Rust put the system's error into the text.
+    if match := re.search(r"os error (\d+)", str(error)):
+        number = int(match[1])
+    if number not in _REMEDIES:
+        return None
+    place = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
+    return f"{os.strerror(number)}{place}. {_REMEDIES[number]} Then continue with: {again}"
+
+
+def _raised_by_us(error: Exception) -> bool:
+    """True if the error was raised in this package: by convention our ValueErrors are made for users."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return frames[-1][0].f_globals.get("__name__", "").startswith("sinkflex.")
+
+
+def _fail(text: str, status: int) -> NoReturn:
+    print(text, file=sys.stderr)
+    raise typer.Exit(status)
+
+
+def _print_result(result: Any, as_json: bool) -> None:
+    """Print what a command returned: as JSON, or a list of records as a table, or a record as lines."""
+    if as_json:
+        print(json.dumps(result))
+    elif isinstance(result, list):
+        columns = list(result[0])
+        table = Table(*columns, box=None, header_style="bold")
+        for record in result:
+            table.add_row(*(_text(record[column]) for column in columns))
+        Console().print(table)
+    else:
+        for key, value in result.items():
+            print(f"{key}: {_text(value)}")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
+    print(f"warning: {message}", file=sys.stderr)
