@@ -21,6 +21,7 @@ from sinkflex.config import Config
 
 # Names under it hold wall-clock facts, which no two runs share.
 TIMING = "timing/"
+QUIET_SECONDS = 1.0
 # What the console shows of a record, with its short name.
 _SHOWN = {
     "reward/mean": "reward",
@@ -97,6 +98,7 @@ class ConsoleWriter(Writer):
         self._console = Console(stderr=True, highlight=False)
         self._totals = {"warmup": config.warmup.steps, "train": config.train.steps}
         self._seen: dict[str, tuple[int, float]] = {}
+        self._printed = 0.0
         self._reward = ""
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -117,17 +119,20 @@ class ConsoleWriter(Writer):
 
     def say(self, text: str) -> None:
         """Print a line above the live line."""
-        self._console.print(Text(text))
+        self._console.print(Text(text), soft_wrap=True)
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
-        """Print the most telling numbers of the record."""
+        """Print the most telling numbers of the record: of the first, the last, validations, else one a second."""
         total, shown = self._totals[stage], {}
         for name, short in _SHOWN.items():
             if name in values and (short != "invalid" or values[name]):
                 shown.setdefault(short, values[name])
         numbers = "  ".join(f"{short} {value:.4g}" for short, value in shown.items())
         left = self._time_left(stage, step, total)
-        self.say(f"{stage} {step}/{total}  {numbers}" + (f"  left {left}" if left else ""))
+        telling = "validation" in shown or step in (1, total)
+        if telling or time.monotonic() - self._printed > QUIET_SECONDS:
+            self._printed = time.monotonic()
+            self.say(f"{stage} {step}/{total}  {numbers}" + (f"  left {left}" if left else ""))
         self._reward = f"reward {values['reward/mean']:.3f}" if "reward/mean" in values else self._reward
         facts = "  ".join(fact for fact in (self._reward, f"left {left}" if left else "") if fact)
         self._progress.update(self._task, completed=step, total=total, facts=facts)
