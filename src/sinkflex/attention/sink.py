@@ -13,23 +13,27 @@ Shape letters: B rows, H query heads, K key heads, T tokens of a row, D head siz
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sinkflex.attention import aten
 from sinkflex.attention.plan import Plan
 
 
 def sink_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     plan: Plan,
-    sinks: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of the tokens of `plan` with learned sinks.
 
     Args:
@@ -62,22 +66,20 @@ class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
         plan: Plan,
         window: int | None,
         scale: float,
-    ) -> torch.Tensor:
-        out, lse = aten.forward(*(_tokens(x) for x in (q, k, v)), plan, window, scale)
-        if sinks is not None:
-            joint = torch.logaddexp(lse, sinks.to(lse.dtype))
-            out.mul_((lse - joint).exp_()[..., None])
-            lse = joint
+    ) -> Tensor:
+        run = _RESULTS.get()
+        results = next(run) if isinstance(run, Iterator) else _with_sinks(q, k, v, sinks, plan, window, scale)
+        if isinstance(run, list):
+            run.append(results)
+        out, rounded_off, lse = results
         batch, _, tokens, size = q.shape
-        exact, out = out, out.to(q.dtype)
-        rounded_off = None if exact is out else (exact - out).to(q.dtype)
         out = out.view(batch, tokens, -1, size).transpose(1, 2)
         ctx.save_for_backward(q, k, v, sinks, out, rounded_off, lse)
         ctx.plan, ctx.window, ctx.scale = plan, window, scale
@@ -85,7 +87,7 @@ class _SinkAttention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, rounded_off, lse = ctx.saved_tensors
         d_out, out, *qkv = (_tokens(x) for x in (d_out, out, q, k, v))
         if rounded_off is not None:
@@ -102,13 +104,51 @@ class _SinkAttention(torch.autograd.Function):
         return d_q, d_k, d_v, d_sinks, None, None, None
 
 
-def _tokens(x: torch.Tensor) -> torch.Tensor:
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan, window: int | None, scale: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Output [N, H, D] in the dtype of q, what rounding took from it (None in full precision), log-sum-exp [N, H]."""
+    exact, lse = aten.forward(*(_tokens(x) for x in (q, k, v)), plan, window, scale)
+    if sinks is not None:
+        joint = torch.logaddexp(lse, sinks.to(lse.dtype))
+        exact.mul_((lse - joint).exp_()[..., None])
+        lse = joint
+    out = exact.to(q.dtype)
+    return out, None if out is exact else (exact - out).to(q.dtype), lse
+
+
+_RESULTS: ContextVar[list | Iterator | None] = ContextVar("results of attention to keep, or kept", default=None)
+
+
+class _Run(AbstractContextManager):
+    """A run that appends its results of attention to a list, or, as the second run, takes them from it."""
+
+    def __init__(self, results: list, second: bool) -> None:
+        self.results, self.second = results, second
+
+    def __enter__(self) -> None:
+        self.token = _RESULTS.set(iter(self.results) if self.second else self.results)
+
+    def __exit__(self, *_: object) -> None:
+        _RESULTS.reset(self.token)
+
+
+def kept_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Contexts for the first and the second run of a checkpointed region: the second finds the attention of the first.
+
+    For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=kept_attention)`.
+    """
+    results: list = []
+    return _Run(results, second=False), _Run(results, second=True)
+
+
+def _tokens(x: Tensor) -> Tensor:
     """[B, H, T, D] to [N, H, D], half precision to float32; a view when it can be one."""
     x = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, sinks: torch.Tensor | None) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None) -> None:
     if q.ndim != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         raise ValueError(f"{shapes}; expected q [B, H, T, D] and k, v [B, K, T, D]")
