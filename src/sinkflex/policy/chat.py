@@ -16,6 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from sinkflex.envs.env import Action, Message
 from sinkflex.policy.toolcalls import parser_for
 
+# A template that holds this comment promises that what a reply adds depends on the reply alone. A short stand-in for the
+# history then gives the same text, at a cost that does not grow with the conversation.
+APPEND_ONLY = "{#- append-only -#}"
+
 _PROBE = (
     Message("user", "A first question."),
     Message("assistant", "Some text."),
@@ -46,11 +50,13 @@ class Chat:
         self._tools = list(tools) or None
         self._parse = parser_for(str(tokenizer.chat_template))
         self._extensions: dict[tuple[Any, ...], list[int]] = {}
-        self._append_only = all(
-            self._difference(_PROBE[: k + 1], (_PROBE[k + 1],), "stop")
-            == self._difference(_PROBE[k - 1 : k + 1], (_PROBE[k + 1],), "stop")
-            for k in (1, 3, 5)
-        )
+        self._append_only = APPEND_ONLY in str(tokenizer.chat_template)
+        if self._append_only:
+            for k in (1, 3, 5):
+                whole = self._difference(_PROBE[: k + 1], (_PROBE[k + 1],), "stop")
+                short = self._difference(_PROBE[:2], (_PROBE[k + 1],), "stop", head=False)
+                if whole != short:
+                    raise ValueError(f"the chat template says {APPEND_ONLY}, but what it adds depends on what was before")
 
     def start(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the whole prompt up to and including the generation prompt."""
@@ -69,7 +75,7 @@ class Chat:
             if key not in self._extensions:
                 if len(self._extensions) > 50_000:
                     self._extensions.clear()
-                text = self._difference(_PROBE[:2], reply, finish)
+                text = self._difference(_PROBE[:2], reply, finish, head=False)
                 assert text is not None
                 self._extensions[key] = self._encode(text)
             return self._extensions[key], False
@@ -87,15 +93,17 @@ class Chat:
 
     def action_ids(self, action: Action) -> list[int]:
         """Return the ids an assistant would sample to do this action, stop token included (for demonstrations)."""
-        before = self._render(_PROBE[:1], generation=True)
-        after = self._render((*_PROBE[:1], assistant_message(action)), generation=False)
+        before = self._render(_PROBE[:1], generation=True, head=False)
+        after = self._render((*_PROBE[:1], assistant_message(action)), generation=False, head=False)
         assert after.startswith(before), "the template's generation prompt is no prefix of an assistant turn"
         text = after[len(before) :]
         return self._encode(text[: text.rindex(self._stop) + len(self._stop)])
 
-    def _difference(self, history: Sequence[Message], reply: tuple[Message, ...], finish: str) -> str | None:
-        before = self._render(history, generation=False)
-        after = self._render((*history, *reply), generation=True)
+    def _difference(
+        self, history: Sequence[Message], reply: tuple[Message, ...], finish: str, head: bool = True
+    ) -> str | None:
+        before = self._render(history, generation=False, head=head)
+        after = self._render((*history, *reply), generation=True, head=head)
         if not after.startswith(before):
             return None
         closing = before[before.rindex(self._stop) :]
@@ -103,10 +111,10 @@ class Chat:
             closing = closing[len(self._stop) :]
         return closing + after[len(before) :]
 
-    def _render(self, messages: Sequence[Message], generation: bool) -> str:
+    def _render(self, messages: Sequence[Message], generation: bool, head: bool = True) -> str:
         text = self.tokenizer.apply_chat_template(
-            self._head + [_template_form(m) for m in messages],
-            tools=self._tools,
+            (self._head if head else []) + [_template_form(m) for m in messages],
+            tools=self._tools if head else None,
             tokenize=False,
             add_generation_prompt=generation,
         )

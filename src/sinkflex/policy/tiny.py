@@ -13,10 +13,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 from sinkflex.config import TinyConfig
+from sinkflex.policy.chat import APPEND_ONLY
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|call|>")
 
-CHAT_TEMPLATE = """\
+CHAT_TEMPLATE = APPEND_ONLY + """\
 {%- if tools or messages[0].role == 'system' -%}
 <|system|>{%- if messages[0].role == 'system' -%}{{ messages[0].content }}{%- endif -%}
 {%- for tool in tools or [] -%}

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from tests.policy.tiny_policy import tiny_policy
+
+from sinkflex.envs.env import Action, StopReason
+from sinkflex.learner.packing import forest
+from sinkflex.learner.rows import cut
+from sinkflex.learner.step import node_logprobs
+from sinkflex.policy.sampler import Sampler, Stream
+from sinkflex.trajectory import Outcome, Trajectory, Turn
+
+
+def sample(
+    prompts: Sequence[list[int]], turns: Sequence[int], *, slots: int, temperature: float = 1.0, prefill: int = 512
+) -> tuple[list[Trajectory], Sampler]:
+    """Sample conversations whose user says a few fixed ids between turns."""
+    model = tiny_policy().model
+    sampler = Sampler(
+        model, [1], slots=slots, max_tokens=400, max_turn_tokens=9, temperature=temperature, prefill_tokens=prefill
+    )
+    records = [Trajectory(f"t{i}", 0, [], Outcome.FAILED, StopReason.USER_STOP, 0.0) for i in range(len(prompts))]
+    waiting, running = list(enumerate(prompts)), {}
+    while waiting or running:
+        while waiting and sampler.free:
+            number, prompt = waiting.pop(0)
+            uniforms = np.random.default_rng(number).random(400)
+            running[sampler.open(prompt, uniforms)] = (number, prompt)
+        for done in sampler.tick():
+            stream: Stream = done.stream
+            number, prompt = running[stream]
+            trajectory = records[number]
+            trajectory.turns.append(Turn(prompt, done.ids, done.logprobs, 0, Action(text="x"), finish=done.finish))
+            if len(trajectory.turns) == turns[number]:
+                sampler.close(stream)
+                del running[stream]
+            else:
+                reply = np.random.default_rng([number, len(trajectory.turns)]).integers(2, 300, 1 + number % 5).tolist()
+                running[stream] = (number, reply)
+                sampler.extend(stream, reply)
+    return records, sampler
+
+
+def prompts(count: int, shared: int = 20) -> list[list[int]]:
+    head = np.random.default_rng(7).integers(2, 300, shared).tolist()
+    return [head + np.random.default_rng(100 + i // 2).integers(2, 300, 3 + i).tolist()[: 3 + i // 2] for i in range(count)]
+
+
+def learner_gap(records: Sequence[Trajectory], temperature: float) -> float:
+    rows = [
+        row for i, t in enumerate(records) for row in cut(t, np.ones(t.sampled_tokens, np.float32), 0, i)
+    ]
+    batch = forest(rows)
+    nodes = np.concatenate([index[row.loss_mask] for row, index in zip(rows, batch.node_index, strict=True)])
+    with torch.no_grad():
+        policy, _ = node_logprobs(tiny_policy().model, batch, nodes, temperature, False)
+    behavior = np.concatenate([row.behavior_logprobs[row.loss_mask] for row in rows])
+    return float(np.abs(policy.numpy() - behavior).max())
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
+def test_sampled_logprobs_equal_the_learners_at_the_same_temperature(temperature: float) -> None:
+    turns = [4, 1, 3, 6, 2, 5, 1, 3, 2, 4, 7, 3, 2]
+    records, sampler = sample(prompts(13), turns, slots=5, temperature=temperature)
+    assert [len(t.turns) for t in records] == turns
+    assert sampler.copied > 0
+    assert learner_gap(records, temperature) < 1e-4
+
+
+def test_a_prompt_prefilled_in_chunks_gives_the_same_logprobs() -> None:
+    records, _ = sample(prompts(6, shared=50), [2] * 6, slots=4, prefill=7)
+    assert learner_gap(records, 1.0) < 1e-4
+
+
+def test_a_conversation_does_not_depend_on_its_neighbours() -> None:
+    alone, _ = sample(prompts(1), [5], slots=1)
+    among, _ = sample(prompts(9), [5] * 9, slots=9)
+    assert [t.action_ids for t in alone[0].turns] == [t.action_ids for t in among[0].turns]
+    gap = [
+        abs(a - b)
+        for x, y in zip(alone[0].turns, among[0].turns, strict=True)
+        for a, b in zip(x.behavior_logprobs, y.behavior_logprobs, strict=True)
+    ]
+    assert max(gap) < 1e-4
+
+
+def test_equal_calls_give_equal_bits() -> None:
+    first, _ = sample(prompts(9), [3] * 9, slots=4)
+    second, _ = sample(prompts(9), [3] * 9, slots=4)
+    assert [t.turns for t in first] == [t.turns for t in second]
+
+
+def test_greedy_sampling_takes_the_most_likely_id() -> None:
+    records, _ = sample(prompts(3), [2] * 3, slots=3, temperature=0.0)
+    model = tiny_policy().model
+    for trajectory in records:
+        context: list[int] = []
+        for turn in trajectory.turns:
+            context += turn.prompt_ids
+            for token in turn.action_ids:
+                with torch.no_grad():
+                    logits = model(input_ids=torch.tensor([context]), use_cache=False).logits[0, -1]
+                assert int(logits.argmax()) == token
+                context.append(token)
+
+
+def test_sampling_follows_the_models_distribution() -> None:
+    model = tiny_policy().model
+    prompt = prompts(1)[0]
+    with torch.no_grad():
+        expected = torch.softmax(model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1], -1).numpy()
+    sampler = Sampler(model, [1], slots=100, max_tokens=100, max_turn_tokens=1)
+    counts = np.zeros(len(expected))
+    for repeat in range(20):
+        for i in range(100):
+            sampler.open(prompt, np.random.default_rng([repeat, i]).random(4))
+        seen = 0
+        while seen < 100:
+            for done in sampler.tick():
+                counts[done.ids[0]] += 1
+                sampler.close(done.stream)
+                seen += 1
+    assert np.abs(counts / 2000 - expected).sum() < 2.5 * np.sqrt(len(expected) / 2000)
+    top = int(expected.argmax())
+    assert counts[top] / 2000 == pytest.approx(float(expected[top]), abs=4 * float(np.sqrt(expected[top] / 2000)))
+
+
+def test_a_changed_weight_is_seen_after_clear() -> None:
+    model = tiny_policy().model
+    sampler = Sampler(model, [1], slots=2, max_tokens=100, max_turn_tokens=1, temperature=0.0)
+
+    def logprob() -> float:
+        stream = sampler.open(prompts(1)[0], np.zeros(4))
+        done = sampler.tick()
+        sampler.close(stream)
+        return done[0].logprobs[0]
+
+    before = logprob()
+    sinks = model.model.layers[0].self_attn.sinks
+    kept = sinks.detach().clone()
+    try:
+        sinks.data += 3.0
+        sampler.clear()
+        assert abs(logprob() - before) > 1e-4
+    finally:
+        sinks.data.copy_(kept)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_the_option_to_raise() -> None:
+    sampler = Sampler(tiny_policy().model, [1], slots=1, max_tokens=10, max_turn_tokens=4)
+    with pytest.raises(ValueError, match=r"rollout\.max_tokens"):
+        sampler.open(list(range(2, 12)), np.zeros(4))
+
+
+def test_a_turn_ends_at_its_limit_and_a_conversation_at_its_capacity() -> None:
+    sampler = Sampler(tiny_policy().model, [], slots=1, max_tokens=12, max_turn_tokens=4)
+    stream = sampler.open(list(range(2, 9)), np.full(20, 0.5))
+    done: list = []
+    while not done:
+        done = sampler.tick()
+    assert (done[0].finish, len(done[0].ids)) == ("length", 4)
+    sampler.close(stream)
+    stream = sampler.open(list(range(2, 12)), np.full(20, 0.5))
+    done = []
+    while not done:
+        done = sampler.tick()
+    assert (done[0].finish, len(done[0].ids)) == ("length", 2)
