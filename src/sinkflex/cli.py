@@ -198,7 +198,7 @@ def _fail(text: str, status: int) -> NoReturn:
 def _print_result(result: Any, as_json: bool) -> None:
     """Print what a command returned: as JSON, or a list of records as a table, or a record as lines."""
     if as_json:
-        print(json.dumps(result))
+        print(json.dumps(result), flush=True)
     elif isinstance(result, list):
         columns = list(result[0])
         table = Table(*columns, box=None, header_style="bold")

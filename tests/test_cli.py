@@ -1,0 +1,214 @@
+"""The command line answers quickly, names mistakes in one line, and leaves a run that continues."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+from sinkflex import cli
+
+# The smallest run there is: nine tasks, few turns, no warm start.
+SMALL = ["env.domain=mock", "env.max_turns=2", "tasks.split=base", "validation.split=base", "warmup.steps=0"]
+
+
+def train(*overrides: str) -> list[str]:
+    """Return the arguments of a small training run."""
+    return ["train", "recipes/smoke.toml", *(text for override in (*SMALL, *overrides) for text in ("--set", override))]
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """Return a function that runs the command in this process, where torch is imported once."""
+    import torch
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["sinkflex", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return (stop.value.code, *capsys.readouterr())
+
+    yield run
+    torch.use_deterministic_algorithms(False)
+
+
+def sinkflex(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, as a user does."""
+    program = [sys.executable, "-c", "from sinkflex.cli import main; main()", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, check=False, **options)
+
+
+def failing(error: BaseException, debug: bool = False) -> None:
+    with cli._errors_as_lines(debug):
+        raise error
+
+
+def test_help_answers_within_a_second_and_imports_nothing_heavy():
+    seconds = []
+    for _ in range(3):
+        started = time.monotonic()
+        done = sinkflex("--help")
+        seconds.append(time.monotonic() - started)
+    assert min(seconds) <= 1.0
+    assert done.returncode == 0
+    for name in ("train", "sft", "tasks", "methods"):
+        assert re.search(rf"\b{name}\b", done.stdout)
+    program = "import sys, sinkflex.cli; print({'torch', 'transformers', 'numpy', 'tau2'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+def test_a_mistake_in_the_recipe_is_found_before_torch_is_imported():
+    program = (
+        "import sys\nfrom sinkflex.cli import main\n"
+        "sys.argv = ['sinkflex', 'train', 'recipes/smoke.toml', '--set', 'train.stps=2']\n"
+        "try:\n    main()\nfinally:\n    print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == "False\n"
+    assert done.stderr == "--set train.stps=2: train.stps is not an option. Did you mean train.steps?\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["train", "recipes/smok.toml"],
+            "smok.toml: no such file, expected a recipe. Did you mean recipes/smoke.toml?",
+        ),
+        (train("run.seed"), "--set run.seed: expected section.key=value"),
+        (train("method.name=grop"), "Did you mean grpo?"),
+        (train("method.clip_lo=1"), "Did you mean method.clip_low?"),
+        (train("model.path=no/such/folder"), "no/such/folder"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_status_2(here, arguments, line, tmp_path):
+    status, out, error = here(*arguments, "--set", f"run.directory={tmp_path / 'run'}")
+    assert (status, out) == (2, "")
+    assert line in error
+    assert len(error.splitlines()) == 1
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_wrong_command_names_the_nearest():
+    done = sinkflex("tran")
+    assert done.returncode == 2
+    assert "Did you mean 'train'?" in done.stderr
+
+
+def test_debug_shows_where_a_mistake_was_found():
+    done = sinkflex("train", "recipes/smok.toml", "--debug")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr and "recipe.py" in done.stderr
+
+
+def test_a_bug_is_not_dressed_up_as_a_mistake():
+    with pytest.raises(ValueError, match="invalid literal"), cli._errors_as_lines(debug=False):
+        int("x")
+    with pytest.raises(AssertionError):
+        failing(AssertionError("ours"))
+
+
+def test_a_forbidden_folder_is_one_line_with_a_way_on(capsys):
+    with pytest.raises(typer.Exit) as stop:
+        failing(PermissionError(errno.EACCES, "Permission denied", "runs/x"))
+    assert stop.value.exit_code == 2
+    assert capsys.readouterr().err.startswith("Permission denied: runs/x. Choose a folder you may write to with --set")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_one_line_with_a_way_on(capsys, monkeypatch, error):
+    monkeypatch.setattr(sys, "argv", ["sinkflex", "train", "my recipe.toml"])
+    with pytest.raises(typer.Exit) as stop:
+        failing(error)
+    assert stop.value.exit_code == 2
+    line = capsys.readouterr().err
+    assert line.startswith("No space left on device")
+    assert "Free some space" in line
+    assert line.endswith("continue with: sinkflex train 'my recipe.toml'\n")
+
+
+def test_a_run_folder_that_is_a_file_is_one_line(here, tmp_path):
+    (tmp_path / "file").touch()
+    status, _, error = here(*train(f"run.directory={tmp_path / 'file'}"))
+    assert status == 2
+    assert re.fullmatch(r"File exists: .*/file\. Choose a folder .*\n", error)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_write_permission_is_one_line(here, tmp_path):
+    tmp_path.chmod(0o500)
+    status, _, error = here(*train(f"run.directory={tmp_path / 'run'}"))
+    assert status == 2
+    assert re.fullmatch(r"Permission denied: .*Choose a folder .*\n", error)
+
+
+def test_tasks_and_methods_can_be_read_by_programs_and_people(here):
+    tasks = json.loads(here("tasks", "list", "--json")[1])
+    assert {"domain": "telecom", "split": "test", "tasks": 40} in tasks
+    assert re.search(r"telecom +test +40", here("tasks", "list")[1])
+    methods = json.loads(here("methods", "--json")[1])
+    assert "grpo" in [method["method"] for method in methods]
+    assert all("arXiv" in method["paper"] and method["options"] for method in methods)
+
+
+@pytest.mark.parametrize("form", ["", "--json"])
+def test_output_cut_by_a_pager_leaves_no_traceback(form):
+    program = f"{sys.executable} -c 'from sinkflex.cli import main; main()' tasks list {form} | true"
+    assert subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stderr == ""
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_continue(here, tmp_path):
+    arguments = train(f"run.directory={tmp_path}", "train.steps=1000", "train.checkpoint_every=1000")
+    program = [sys.executable, "-c", "from sinkflex.cli import main; main()", *arguments]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        metrics = tmp_path / "metrics.jsonl"
+        deadline = time.monotonic() + 100
+        while not (metrics.exists() and '"step": 2' in metrics.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    again = error.splitlines()[-1]
+    assert again.startswith("stopped; continue with: sinkflex train recipes/smoke.toml --set env.domain=mock")
+    steps = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
+    assert steps[-1] >= 2
+    assert len(metrics.read_text().splitlines()) == 1 + steps[-1]
+
+    final = steps[-1] + 1
+    status, out, error = here(*arguments, "--set", f"train.steps={final}", "--json")
+    assert status == 0, error
+    assert json.loads(out)["step"] == final
+    assert f"train.steps was 1000, is now {final}" in error
+
+
+@pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="needs root to mount a small disk")
+def test_a_really_full_disk_ends_in_one_line(here, tmp_path):
+    disk = Path(tmp_path, "disk")
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        status, _, error = here(*train(f"run.directory={disk / 'run'}"))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert status == 2, error
+    assert error.splitlines()[-1].startswith("No space left on device")
+    assert "Traceback" not in error
