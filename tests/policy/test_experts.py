@@ -13,8 +13,8 @@ from sinkflex.policy import experts
 
 SIZES = dict(
     vocab_size=97, hidden_size=32, intermediate_size=48, moe_intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=5, num_experts=5, num_experts_per_tok=2,
-    max_position_embeddings=256, pad_token_id=0,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=5, num_experts=5,
+    num_experts_per_tok=2, max_position_embeddings=256, pad_token_id=0,
 )  # fmt: skip
 FAMILIES = ["GptOss", "Qwen3Moe", "Mixtral"]  # biased and interleaved, plain, plain
 
