@@ -84,7 +84,7 @@ def test_a_wrong_command_would_be_found(line):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("document", filter(runnable, DOCUMENTS), ids=str)
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if runnable(path)], ids=str)
 def test_commands_in_documents_run(document, tmp_path):
     """Runs the commands of a document one after the other, training for two steps instead of all."""
     for folder in ("recipes", "examples"):
