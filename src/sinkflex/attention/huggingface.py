@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from sinkflex.attention.cache import cached_attention
 from sinkflex.attention.plan import Plan
 from sinkflex.attention.sink import sink_attention
 
@@ -32,7 +33,7 @@ def plan_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Plan | None,
+    attention_mask: Plan | torch.Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -63,18 +64,38 @@ def plan_attention(
         raise ValueError(f"{where} owns sinks but did not pass them as s_aux; they would be lost, use eager")
     if slots is not None:
         return slots.attend(module.layer_idx, query, key, value, s_aux, scaling, sliding_window), None
-    if key.shape[2] != query.shape[2]:
-        raise ValueError(f"{where} has {query.shape[2]} queries and {key.shape[2]} keys; pass use_cache=False")
-    if plan is None:
-        plan = attention_mask if attention_mask is not None else _plan_from_positions(query, position_ids)
-    out = sink_attention(query, key, value, plan, s_aux, scaling, sliding_window)
+    if key.shape[2] != query.shape[2]:  # a cache holds the first keys
+        if plan is not None:
+            raise ValueError(f"{where} has a plan for {key.shape[2]} cached keys; pass use_cache=False with a plan")
+        out = cached_attention(query, key, value, s_aux, scaling, sliding_window, attention_mask)
+    else:
+        if plan is None:
+            plan = attention_mask if attention_mask is not None else _plan_from_positions(query, position_ids)
+        out = sink_attention(query, key, value, plan, s_aux, scaling, sliding_window)
     return out.transpose(1, 2), None
 
 
-def plan_mask(attention_mask: torch.Tensor | None = None, **_: Any) -> Plan | None:
-    """The mask function that transformers calls once a layer type; a 2-D attention mask [B, T] becomes a plan."""
+def plan_mask(
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    **_: Any,
+) -> Plan | torch.Tensor | None:
+    """The mask function that transformers calls once a layer type.
+
+    Returns:
+        A plan for a padded batch, which of its keys [B, L] are real if a cache holds the first ones, None without
+        padding.
+    """
+    if q_offset + q_length != kv_offset + kv_length:
+        found = f"{kv_length} keys from {kv_offset} for queries {q_offset} to {q_offset + q_length}"
+        raise ValueError(f"a cache returns {found}; expected keys that end with the queries, as DynamicCache does")
     if attention_mask is None or bool(attention_mask.all()):
         return None
+    if q_length != kv_length:
+        return attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     return Plan.padded(attention_mask.cpu().numpy())
 
 
