@@ -115,7 +115,7 @@ class ConsoleWriter(Writer):
 
     def doing(self, what: str) -> None:
         """Show it in the live line."""
-        self._progress.update(self._task, description=what)
+        self._progress.update(self._task, description=f"{what:<32}")
 
     def say(self, text: str) -> None:
         """Print a line above the live line."""
