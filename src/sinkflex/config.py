@@ -87,8 +87,6 @@ class ModelConfig(Section):
 
     path: str = "tiny"
     """`tiny`, or a local Hugging Face folder."""
-    attention: Literal["sink_plan", "eager"] = "sink_plan"
-    """Attention path; eager is the reference, with memory quadratic in length."""
     trust_remote_code: bool = False
     """Run Python files found in the model folder. Only for folders whose code you have read."""
     tiny: TinyConfig = TinyConfig()
@@ -203,6 +201,9 @@ class LearnerConfig(Section):
     """Passes over a batch."""
     micro_batch_tokens: Count = 8192
     """Tokens of one forward pass; changes memory, never the gradient."""
+    checkpoint_layers: bool = True
+    """Keep only each layer's input and attention output, and compute the rest again: less memory, about a third more
+    time."""
 
 
 class TrainConfig(Section):

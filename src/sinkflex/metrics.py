@@ -43,7 +43,7 @@ METRICS: dict[str, Metric] = {
     "learner/clipped": Metric("fraction", "sampled tokens whose ratio was clipped"),
     "learner/log_ratio_abs_max": Metric("nats", "largest difference of policy and behavior log-probs"),
     "learner/kl": Metric("nats", "k3 estimate against the reference, mean over sampled tokens"),
-    "learner/entropy": Metric("nats", "of the policy, mean over sampled tokens"),
+    "learner/entropy": Metric("nats", "sampled estimate: mean of minus the policy log-prob over sampled tokens"),
     "learner/gradient_norm": Metric("norm", "before clipping"),
     "learner/learning_rate": Metric("rate", "of the last update"),
     "learner/tokens": Metric("tokens", "sampled tokens that count in the loss"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from transformers import PreTrainedModel
 
 from sinkflex.attention.plan import Plan
 from sinkflex.config import LearnerConfig
+from sinkflex.learner.checkpointing import checkpoint_layers
 from sinkflex.learner.losses import LossInputs
 from sinkflex.learner.packing import Batch, forest, micro_batches
+from sinkflex.learner.vocabulary import token_scores
 from sinkflex.trajectory import Row
 
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
@@ -48,6 +51,8 @@ class Learner:
         self.total_updates = total_updates
         self.temperature = temperature
         self.updates = 0
+        if config.checkpoint_layers:
+            checkpoint_layers(model)
         decayed = [p for p in model.parameters() if p.ndim > 1]
         plain = [p for p in model.parameters() if p.ndim <= 1]
         self.optimizer = torch.optim.AdamW(
@@ -78,6 +83,7 @@ class Learner:
         sums: dict[str, float] = {}
         raw = unique = 0
         self.optimizer.zero_grad(set_to_none=True)
+        self.model.train(self.config.checkpoint_layers)
         for part in micro_batches(computed, self.config.micro_batch_tokens):
             batch = forest(part)
             raw += sum(map(len, part))
@@ -85,9 +91,12 @@ class Learner:
             inputs = self.loss_inputs(batch, needs, tokens, trajectories)
             value, parts = loss(inputs)
             value.backward()
-            for name, amount in {"loss": value.detach(), **parts}.items():
+            # On the policy's own samples, minus the log-prob is an unbiased estimate of the entropy.
+            parts = {"loss": value.detach(), "entropy": -inputs.policy_logprobs.detach().sum(), **parts}
+            for name, amount in parts.items():
                 fold = max if name.endswith("_max") else float.__add__
                 sums[name] = fold(sums.get(name, 0.0), float(amount))
+        self.model.eval()
         return self._apply(sums, tokens, raw, unique)
 
     def loss_inputs(self, batch: Batch, needs: Needs, tokens: int, trajectories: int) -> LossInputs:
@@ -168,18 +177,36 @@ def node_logprobs(
         [N] float32 log-probs, and [N] entropies or None.
     """
     device = model.device
-    parents, which = np.unique(batch.parent[nodes], return_inverse=True)
-    assert parents[0] >= 0, "a root has no log-prob"
-    logits = model(
-        input_ids=torch.from_numpy(batch.token_ids)[None].to(device),
-        position_ids=torch.from_numpy(batch.position)[None].to(device),
-        use_cache=False,
-        logits_to_keep=torch.from_numpy(parents).to(device),
-        plan=Plan(batch.subtree_end),
-    ).logits[0]
-    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    nodes, which = np.unique(nodes, return_inverse=True)
+    parents = torch.from_numpy(batch.parent[nodes]).to(device)
+    assert int(parents.min()) >= 0, "a root has no log-prob"
+    inputs = {
+        "input_ids": torch.from_numpy(batch.token_ids)[None].to(device),
+        "position_ids": torch.from_numpy(batch.position)[None].to(device),
+        "use_cache": False,
+        "plan": Plan(batch.subtree_end),
+    }
+    targets = torch.from_numpy(batch.token_ids[nodes]).to(device)
+    if plain_head(model):
+        hidden = model.base_model(**inputs).last_hidden_state[0, parents]
+        scores = token_scores(hidden, model.get_output_embeddings().weight, targets, None, entropy, temperature)
+        chosen, entropies = scores.logprobs, scores.entropy
+    else:
+        logprobs = torch.log_softmax(model(**inputs, logits_to_keep=parents).logits[0].float() / temperature, dim=-1)
+        chosen = logprobs.gather(1, targets[:, None])[:, 0]
+        entropies = -(logprobs.exp() * logprobs).sum(-1) if entropy else None
     place = torch.from_numpy(which).to(device)
-    chosen = logprobs[place, torch.from_numpy(batch.token_ids[nodes]).to(device)]
-    if not entropy:
-        return chosen, None
-    return chosen, -(logprobs.exp() * logprobs).sum(-1)[place]
+    return chosen[place], None if entropies is None else entropies[place]
+
+
+@cache
+def plain_head(model: PreTrainedModel) -> bool:
+    """Return True if the logits are the output layer's weight times the last hidden state, and nothing else.
+
+    Then they need not exist all at once. Models that scale, cap or shift their logits keep their own way.
+    """
+    with torch.no_grad():
+        ids = torch.arange(2, 6, device=model.device)[None]
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        logits = model(input_ids=ids, use_cache=False).logits[0]
+        return torch.allclose(hidden @ model.get_output_embeddings().weight.T, logits, rtol=1e-4, atol=1e-5)

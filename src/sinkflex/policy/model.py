@@ -80,6 +80,13 @@ def load_policy(config: Config, folder: Path) -> Policy:
 
 def _prepare(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Policy:
     model.to(device_of(config.run)).eval()
+    # Dropout would make the learner's log-probs differ from the sampler's.
+    model.config.attention_dropout = 0.0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
     model.set_attn_implementation(NAME)
     require_live_sinks(model)
     return Policy(model, tokenizer)
