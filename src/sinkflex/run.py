@@ -15,7 +15,7 @@ import sinkflex
 from sinkflex import checkpoint
 from sinkflex.config import Config, LearnerConfig
 from sinkflex.envs.tau2.env import Tau2Env
-from sinkflex.evaluate import summarize
+from sinkflex.scores import summarize
 from sinkflex.learner.step import Learner
 from sinkflex.methods.method import Method, build_method
 from sinkflex.metrics import START, Metrics, open_metrics

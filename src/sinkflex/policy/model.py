@@ -72,6 +72,8 @@ def load_policy(config: Config, folder: Path) -> Policy:
         model = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust, dtype=torch.float32
         )
+        for how in ("is_local", "local_files_only"):  # how it was loaded, not what it is
+            tokenizer.init_kwargs.pop(how, None)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"model.path: {folder} cannot be loaded as a causal language model: {reason}") from error

@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from sinkflex.envs.env import StopReason
-from sinkflex.evaluate import bootstrap_interval, pass_at_k, pass_hat_k, summarize
+from sinkflex.scores import bootstrap_interval, pass_at_k, pass_hat_k, summarize
 from sinkflex.trajectory import Group, Outcome, Trajectory
 
 

@@ -1,4 +1,4 @@
-"""Scores one can trust: means with intervals, pass^k, and the floors beside them."""
+"""Numbers one can trust: means with intervals, pass^k and pass@k, invalid episodes apart."""
 
 from __future__ import annotations
 
