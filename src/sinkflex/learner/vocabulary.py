@@ -83,17 +83,16 @@ def weighted_logprob(
 
 
 class _TokenScores(torch.autograd.Function):
-    """Keeps hidden, weight and one log-normalizer a token."""
+    """Keeps hidden, weight and the entropies."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, entropy: bool, temperature: float) -> Any:
         chosen = hidden.new_empty(ids.shape, dtype=_exact(weight))
         entropies = chosen.new_empty(len(ids)) if entropy else None
         for rows in _chunks(hidden, weight):
-            logprobs = _logprobs(hidden[rows], weight, temperature)
-            chosen[rows] = logprobs.gather(1, ids[rows])
+            p, chosen[rows], logprobs = _distribution(hidden[rows], weight, ids[rows], temperature, entropy)
             if entropies is not None:
-                entropies[rows] = -(logprobs.exp() * logprobs).sum(1)
+                entropies[rows] = -(p.mul_(logprobs)).sum(1)
         ctx.save_for_backward(hidden, weight, ids, entropies)
         ctx.temperature = temperature
         return chosen, entropies
@@ -104,34 +103,32 @@ class _TokenScores(torch.autograd.Function):
         hidden, weight, ids, entropies = ctx.saved_tensors
         d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=_exact(weight))
         for rows in _chunks(hidden, weight):
-            logprobs = _logprobs(hidden[rows], weight, ctx.temperature)
+            p, _, logprobs = _distribution(hidden[rows], weight, ids[rows], ctx.temperature, entropies is not None)
             share = d_chosen[rows].sum(1, keepdim=True)
-            if entropies is None:
-                d_logits = logprobs.exp_().mul_(-share)
-            else:
-                e, h = d_entropy[rows, None], entropies[rows, None]
-                d_logits = logprobs.exp().mul_(-(share + e * (logprobs + h)))
-            d_logits.scatter_add_(1, ids[rows], d_chosen[rows])
+            if entropies is not None:
+                share = logprobs.add_(entropies[rows, None]).mul_(d_entropy[rows, None]).add_(share)
+            d_logits = p.mul_(-share).scatter_add_(1, ids[rows], d_chosen[rows])
             _accumulate(d_logits.div_(ctx.temperature), hidden, weight, rows, d_hidden, d_weight)
         return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 
 class _WeightedLogprob(torch.autograd.Function):
-    """Keeps the finished gradients of hidden and weight."""
+    """Keeps the finished gradients of hidden and weight; a second backward is refused, since the first scales them."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, temperature: float
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=_exact(weight))
+        if wanted:
+            d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=_exact(weight))
         total = hidden.new_zeros((), dtype=_exact(weight))
         for rows in _chunks(hidden, weight):
-            logprobs = _logprobs(hidden[rows], weight, temperature)
-            ids, share = targets[rows, None], token_weights[rows, None].to(logprobs.dtype)
-            total += (logprobs.gather(1, ids) * share).sum()
+            ids, share = targets[rows, None], token_weights[rows, None].to(total.dtype)
+            p, chosen, _ = _distribution(hidden[rows], weight, ids, temperature, False)
+            total += (chosen * share).sum()
             if wanted:
-                d_logits = logprobs.exp_().mul_(-share).scatter_add_(1, ids, share)
+                d_logits = p.mul_(-share).scatter_add_(1, ids, share)
                 _accumulate(d_logits.div_(temperature), hidden, weight, rows, d_hidden, d_weight)
         if wanted:
             ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
@@ -141,7 +138,7 @@ class _WeightedLogprob(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * upstream.to(d_hidden.dtype), d_weight * upstream.to(d_weight.dtype), None, None, None
+        return d_hidden.mul_(upstream), d_weight.mul_(upstream), None, None, None
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
@@ -154,10 +151,21 @@ def _exact(weight: Tensor) -> torch.dtype:
     return torch.promote_types(torch.float32, weight.dtype)
 
 
-def _logprobs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """[n, V]."""
+def _distribution(
+    hidden: Tensor, weight: Tensor, ids: Tensor, temperature: float, keep_logprobs: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Probabilities [n, V], log-probs of the ids [n, k], and, if wanted, all log-probs [n, V]."""
     logits = (hidden @ weight.T).to(_exact(weight)).div_(temperature)
-    return logits.sub_(torch.logsumexp(logits, 1, keepdim=True))
+    logits -= logits.amax(1, keepdim=True)
+    if keep_logprobs:
+        p = logits.exp()
+        total = p.sum(1, keepdim=True)
+        logits -= total.log()
+        return p.div_(total), logits.gather(1, ids), logits
+    chosen = logits.gather(1, ids)
+    p = logits.exp_()
+    total = p.sum(1, keepdim=True)
+    return p.div_(total), chosen - total.log(), None
 
 
 def _accumulate(

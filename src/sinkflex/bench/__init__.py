@@ -1,0 +1,1 @@
+"""Measurements with bars: each module has `run(...) -> list of rows` and `table(rows) -> text`."""
