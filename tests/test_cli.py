@@ -42,10 +42,10 @@ def here(monkeypatch, capsys):
     torch.use_deterministic_algorithms(False)
 
 
-def sinkflex(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+def sinkflex(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, as a user does."""
     program = [sys.executable, "-c", "from sinkflex.cli import main; main()", *arguments]
-    return subprocess.run(program, capture_output=True, text=True, check=False, **options)
+    return subprocess.run(program, capture_output=True, text=True, check=False)
 
 
 def failing(error: BaseException, debug: bool = False) -> None:
@@ -61,7 +61,7 @@ def test_help_answers_within_a_second_and_imports_nothing_heavy():
         seconds.append(time.monotonic() - started)
     assert min(seconds) <= 1.0
     assert done.returncode == 0
-    for name in ("train", "sft", "tasks", "methods"):
+    for name in ("train", "sft", "evaluate", "rollout", "bench", "tasks", "methods"):
         assert re.search(rf"\b{name}\b", done.stdout)
     program = "import sys, sinkflex.cli; print({'torch', 'transformers', 'numpy', 'tau2'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "set()"
@@ -157,6 +157,45 @@ def test_a_folder_without_write_permission_is_one_line(here, tmp_path):
     status, _, error = here(*train(f"run.directory={tmp_path / 'run'}"))
     assert status == 2
     assert re.fullmatch(r"Permission denied: .*Choose a folder .*\n", error)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """Return the directory of a small finished run."""
+    directory = tmp_path_factory.mktemp("runs") / "finished"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "argv", ["sinkflex", *train(f"run.directory={directory}", "train.steps=1")])
+        cli.main()
+    assert stop.value.code == 0
+    return directory
+
+
+def test_evaluate_scores_a_run_and_a_model_folder_alike(here, finished):
+    run = json.loads(here("evaluate", str(finished), "--split", "base", "--json")[1])
+    assert (run["tasks"], run["suite"], run["split"]) == (9, "tau2/mock", "base")
+    assert {"do_nothing", "always_transfer"} <= set(run["floors"])
+    folder = str(Path(run["policy"]) / "model")
+    recipe = str(finished / "config.toml")
+    model = json.loads(here("evaluate", folder, "--recipe", recipe, "--split", "base", "--json")[1])
+    assert model.pop("policy") != run.pop("policy")
+    assert model == run
+    assert "floors: do_nothing" in here("evaluate", str(finished), "--split", "base")[1]
+
+
+def test_evaluate_says_what_is_missing(here, finished):
+    assert "Did you mean" in here("evaluate", f"{finished}x")[2]
+    assert "--recipe" in here("evaluate", str(finished / "checkpoints"))[2]
+    assert 'mock has no such split. Type "base".' in here("evaluate", str(finished))[2]
+
+
+def test_rollout_keeps_trajectories_of_a_run_or_of_a_new_policy(here, finished, tmp_path):
+    overrides = [text for override in SMALL for text in ("--set", override)]
+    for directory, policy in ((finished, f"{finished}/checkpoints/step_"), (tmp_path, "untrained")):
+        arguments = ["rollout", "recipes/smoke.toml", *overrides, "--set", f"run.directory={directory}"]
+        result = json.loads(here(*arguments, "--episodes", "3", "--json")[1])
+        assert result["policy"].startswith(policy)
+        assert result["trials"] == 3
+        assert Path(result["file"]).stat().st_size > 0
 
 
 def test_tasks_and_methods_can_be_read_by_programs_and_people(here):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import importlib
 import json
 import os
 import re
@@ -46,7 +47,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 tasks_app = typer.Typer(help="Task suites.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure, against what is promised.", no_args_is_help=True)
 app.add_typer(tasks_app, name="tasks")
+app.add_typer(bench_app, name="bench")
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe, for instance recipes/smoke.toml.", show_default=False)]
 Overrides = Annotated[
@@ -54,6 +57,7 @@ Overrides = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one option of the recipe. May be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Tokens = Annotated[list[int] | None, typer.Option("--tokens", help="Sequence length. May be repeated.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
 
 
@@ -82,6 +86,71 @@ def train(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False, 
 def sft(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False) -> Any:
     """Run the warm start of a recipe alone; `train` goes on from there."""
     return _train(recipe, [*(overrides or []), "train.steps=0"])
+
+
+@command(app)
+def evaluate(
+    source: Annotated[Path, typer.Argument(help="A run directory (its best checkpoint), or a Hugging Face folder.")],
+    recipe: Annotated[Path | None, typer.Option(help="Environment and prompt; the run's own if left out.")] = None,
+    split: Annotated[str, typer.Option(help="Tasks: test, held_out, train or base.")] = "test",
+    trials: Annotated[int, typer.Option(min=1, help="Episodes of each task.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    save: Annotated[Path | None, typer.Option(help="File for the trajectories, .jsonl.zst.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Any:
+    """Score a run or a model: mean, interval, pass^k, and the floors beside them."""
+    from sinkflex.recipe import did_you_mean, load_config
+
+    if not source.is_dir():
+        hint = did_you_mean(str(source), map(str, source.parent.glob("*")))
+        raise ValueError(f"{source}: no such folder, expected a run directory or a Hugging Face folder.{hint}")
+    recipe = recipe or source / "config.toml"
+    if not recipe.exists():
+        raise ValueError(f"{recipe}: no such file; name the recipe of environment and prompt with --recipe")
+    # The split goes through the config, which checks it against the domain.
+    config = load_config(recipe, [*(overrides or []), f"validation.split={split}"])
+    from sinkflex.evaluate import evaluate
+
+    return evaluate(config, source, config.validation.split, trials, temperature, save)
+
+
+@command(app)
+def rollout(
+    recipe: Recipe,
+    episodes: Annotated[int, typer.Option(min=1, help="How many, rounded up to whole groups.")] = 8,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Any:
+    """Roll out episodes of a recipe's training tasks with the run's policy, or a new one, and keep the trajectories."""
+    from sinkflex.recipe import load_config
+
+    config = load_config(recipe, overrides or [])
+    from sinkflex.evaluate import roll_out_training_tasks
+
+    return roll_out_training_tasks(config, episodes)
+
+
+@command(bench_app, "attention")
+def bench_attention(tokens: Tokens = None, as_json: AsJson = False, debug: Debug = False) -> Any:
+    """Measure attention of one layer: eager, transformers' other paths, and ours."""
+    return _bench("attention", as_json, **({"tokens": tuple(tokens)} if tokens else {}))
+
+
+@command(bench_app, "step")
+def bench_step(
+    tokens: Tokens = None,
+    rho: Annotated[bool, typer.Option("--rho", help="Also at the attention share of a 20B model (8 GB).")] = False,
+    budget: Annotated[
+        bool, typer.Option("--budget", help="Also the longest sequence in 2.5 GB (half an hour).")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Any:
+    """Measure a whole training step: memory and speed, eager and ours."""
+    return _bench("step", as_json, rho=rho, budget=budget, **({"tokens": tuple(tokens)} if tokens else {}))
 
 
 @command(tasks_app, "list")
@@ -130,6 +199,12 @@ def _train(recipe: Path, overrides: list[str]) -> dict[str, Any]:
     with _first_interrupt_waits() as interrupted:
         run = train(config, interrupted)
     return {"run": str(run.directory), "step": run.step}
+
+
+def _bench(name: str, as_json: bool, **options: Any) -> Any:
+    module = importlib.import_module(f"sinkflex.bench.{name}")
+    rows = module.run(**options)
+    return rows if as_json else module.table(rows)
 
 
 @contextmanager
@@ -199,6 +274,8 @@ def _print_result(result: Any, as_json: bool) -> None:
     """Print what a command returned: as JSON, or a list of records as a table, or a record as lines."""
     if as_json:
         print(json.dumps(result), flush=True)
+    elif isinstance(result, str):
+        print(result)
     elif isinstance(result, list):
         columns = list(result[0])
         table = Table(*columns, box=None, header_style="bold")

@@ -11,12 +11,13 @@ import numpy as np
 from sinkflex import checkpoint
 from sinkflex.config import Config
 from sinkflex.policy.chat import Chat
-from sinkflex.policy.model import Policy, load_policy
+from sinkflex.policy.model import Policy, load_policy, new_policy
 from sinkflex.rollout.group import Phase, rollout
-from sinkflex.run import chat_tools, make_env, make_sampler, set_up_torch
+from sinkflex.run import chat_tools, corpus, make_env, make_sampler, set_up_torch
 from sinkflex.scores import summarize
 from sinkflex.tasks.audit import floors
-from sinkflex.tasks.suites import scored_tasks
+from sinkflex.tasks.sampling import TaskSampler
+from sinkflex.tasks.suites import scored_tasks, training_tasks
 from sinkflex.trajectory import Group, write_trajectories
 
 
@@ -53,6 +54,30 @@ def evaluate(
         "floors": {name: float(np.mean(rewards)) for name, rewards in paid.items()},
         "about": about(config),
     }
+
+
+def roll_out_training_tasks(config: Config, episodes: int) -> dict[str, Any]:
+    """Roll out the first tasks a run of this recipe would draw, and keep the trajectories in its directory.
+
+    Args:
+        config: the recipe; the policy is its run's if it has checkpoints, else a new one.
+        episodes: how many, rounded up to whole groups.
+
+    Returns:
+        `scores.summarize`, the policy, and the file.
+    """
+    set_up_torch(config)
+    if (config.run_directory / "checkpoints").is_dir():
+        policy, where = open_policy(config, config.run_directory)
+    else:
+        policy, where = new_policy(config, lambda: corpus(config)), "untrained"
+    size = min(config.rollout.group_size, episodes)
+    sampler = TaskSampler(training_tasks(config.env.domain, config.tasks.split), config.tasks, config.run.seed)
+    task_ids = sampler.draw(-(-episodes // size), 0)
+    groups = roll_out(config, policy, task_ids, size, config.rollout.temperature, "rollout")
+    path = config.run_directory / "trajectories" / "rollout.jsonl.zst"
+    write_trajectories(path, groups)
+    return {"policy": where, "file": str(path), **summarize(groups), "about": about(config)}
 
 
 def about(config: Config) -> str:
