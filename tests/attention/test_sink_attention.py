@@ -50,13 +50,15 @@ def test_bfloat16_is_never_worse_than_eager(case: Case) -> None:
 def test_any_plan_and_any_order_of_pieces(plan: Plan, window: int | None, seed: int) -> None:
     case = Case("any", plan, window, heads=(4, 2))
     t = tensors(case, size=8)
-    calls = list(aten._calls(plan, window))
+    calls = list(aten._calls(plan, window, torch.device("cpu")))
     random.Random(seed).shuffle(calls)
     calls.sort(key=lambda call: not call.first)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(aten, "_calls", lambda *_: calls)
         found = t.gradients(sink_attention(t.q, t.k, t.v, plan, t.sinks, window=window))
-    assert max(errors(case, t, found)) <= 1e-6
+    *others, of_sinks = errors(case, t, found)
+    assert max(others) <= 1e-6
+    assert of_sinks <= 1e-5  # with a single token, its term itself may cancel
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -160,6 +162,8 @@ def test_no_operator_makes_a_tensor_above_the_linear_bound(window: int | None, l
         (dict(k=torch.randn(1, 2, 8, 16).double()), "expected one dtype"),
         (dict(sinks=torch.randn(3)), "one per query head"),
         (dict(window=0), "window is 0"),
+        (dict(backend="flexx"), "expected one of pieces, flex; did you mean 'flex'"),
+        (dict(backend="flex"), "no backward on cpu; use backend='pieces'"),
     ],
 )
 def test_mistakes_are_told(change: dict, message: str) -> None:

@@ -1,9 +1,11 @@
-"""Pieces on ATen's fused attention operators, which return (O, LSE) and whose backward takes them.
+"""Pieces as batches of equal rectangles on ATen's fused operators, which return (O, LSE) and whose backward takes them.
+
+The operator is the flash operator on CPU, and on CUDA the efficient one, which computes float32.
 
 The backward of every piece is called with the O and LSE of the whole row, sink included. The operator only forms
 P = exp(score - LSE) and D = rowsum(dO * O), so that its partial dq, dk, dv are exact and simply add.
 
-On CPU a plan becomes a short list of calls of three kinds, each a batch of equal rectangles gathered by index:
+A plan becomes a short list of calls of three kinds, each a batch of equal rectangles gathered by index:
 
     window blocks    C queries x (C + window - 1) keys; all blocks of all documents share one small mask
     causal squares   documents, or the first window - 1 tokens of one; short ones are padded at the end
@@ -17,7 +19,7 @@ Shape letters: N tokens, H query heads, K key heads, D head size, C block, n rec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -28,9 +30,6 @@ from sinkflex.attention.plan import Piece, Plan, Span
 BLOCK = 64  # queries of a window block: from window / 2 to window was the quickest
 BATCH_KEYS = 8192  # bounds the copies of one call
 LONG = 256  # squares above this length are not padded to share a call
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ def forward(
     """Attention without sinks.
 
     Args:
-        q: [N, H, D] float32 or float64.
+        q: [N, H, D] float32, or float64 on CPU.
         k: [N, K, D].
         v: [N, K, D].
 
@@ -70,13 +69,9 @@ def forward(
         out [N, H, D] and log-sum-exp [N, H]; both 0 for padding.
     """
     out, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_zeros(q.shape[:2])
-    for call in _calls(plan, window):
-        part, part_lse = _forward(
-            *(_take(x, rows).transpose(1, 2) for x, rows in ((q, call.queries), (k, call.keys), (v, call.keys))),
-            is_causal=call.causal,
-            attn_mask=_window_mask(call.window, q.dtype),
-            scale=scale,
-        )
+    for call in _calls(plan, window, q.device):
+        rows = _take(q, call.queries), _take(k, call.keys), _take(v, call.keys)
+        part, part_lse = _forward(*(x.transpose(1, 2) for x in rows), call, scale)
         part, part_lse = part.transpose(1, 2), part_lse.transpose(1, 2)
         if call.first:
             _put(out, call, part)
@@ -96,21 +91,59 @@ def backward(
     plan: Plan,
     window: int | None,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Gradients of q, k, v, given the out and log-sum-exp of the whole rows (sink included)."""
     grads = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for call in _calls(plan, window):
+    for call in _calls(plan, window, q.device):
         rows = [_take(x, call.queries) for x in (d_out, out, lse, q)]
         if call.filler is not None:
             rows[0].view(-1, *d_out.shape[1:]).index_fill_(0, call.filler, 0.0)
             rows[2].view(-1, *lse.shape[1:]).index_fill_(0, call.filler, torch.inf)
         rows += [_take(x, call.keys) for x in (k, v)]
-        part_d_out, part_out, part_lse, *qkv = (x.transpose(1, 2) for x in rows)
-        mask = _window_mask(call.window, q.dtype)
-        parts = _backward(part_d_out, *qkv, part_out, part_lse, 0.0, call.causal, attn_mask=mask, scale=scale)
+        parts = _backward(*(x.transpose(1, 2) for x in rows), call, scale)
         for grad, part, index in zip(grads, parts, (call.queries, call.keys, call.keys), strict=True):
             _add(grad, index, part.transpose(1, 2))
     return grads
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator: q [n, H, R, D], k and v [n, K, S, D] to out [n, H, R, D] and log-sum-exp [n, H, R]."""
+    mask = _window_mask(call.window, q.dtype, q.device)
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, call.causal, attn_mask=mask, scale=scale)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    mask = None if mask is None else mask.expand(*q.shape[:2], *mask.shape)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = efficient(q, k, v, mask, True, 0.0, call.causal, scale=scale)
+    return out, lse[:, :, : q.shape[2]]
+
+
+def _backward(
+    d_out: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:
+    mask = _window_mask(call.window, q.dtype, q.device)
+    if q.device.type == "cpu":
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return flash(d_out, q, k, v, out, lse, 0.0, call.causal, attn_mask=mask, scale=scale)
+    key_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    mask = None if mask is None else mask.expand(*q.shape[:2], *mask.shape)
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)  # the operator wants whole tiles
+    seed = torch.zeros((), dtype=torch.long, device=q.device)  # of dropout, which there is none of
+    wanted = [True, True, True, False]
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    d_q, *d_kv, _ = efficient(d_out, q, k, v, mask, out, lse, seed, seed, 0.0, wanted, call.causal, scale=scale)
+    return d_q, *(x.unflatten(1, (key_heads, group)).sum(2) for x in d_kv)
 
 
 def _take(x: torch.Tensor, rows: Span | torch.Tensor) -> torch.Tensor:
@@ -158,17 +191,21 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, call: Call, part: torch.Tensor,
 
 
 @lru_cache(maxsize=16)
-def _window_mask(window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """[C, C + window - 1]: query r of a block sees the `window` keys from r on."""
+def _window_mask(window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """[C, C + window - 1]: query r of a block sees the `window` keys from r on. Rows are aligned for CUDA."""
     if window is None:
         return None
-    ahead = torch.arange(BLOCK + window - 1)[None, :] - torch.arange(BLOCK)[:, None]
-    return torch.zeros(ahead.shape, dtype=dtype).masked_fill_((ahead < 0) | (ahead >= window), -torch.inf)
+    keys = BLOCK + window - 1
+    ahead = torch.arange(keys + -keys % 16, device=device) - torch.arange(BLOCK, device=device)[:, None]
+    mask = torch.zeros(ahead.shape, dtype=dtype, device=device)
+    return mask.masked_fill_((ahead < 0) | (ahead >= window), -torch.inf)[:, :keys]
 
 
 @lru_cache(maxsize=256)
-def _calls(plan: Plan, window: int | None) -> tuple[Call, ...]:
+def _calls(plan: Plan, window: int | None, device: torch.device) -> tuple[Call, ...]:
     """Lower the pieces of a plan: first the calls that start every token, then the ones that merge."""
+    if device.type != "cpu":
+        return tuple(_moved(call, device) for call in _calls(plan, window, torch.device("cpu")))
     blocks: list[_Rectangle] = []
     squares: dict[int, list[_Rectangle]] = {}  # by padded length
     later: list[Call] = []
@@ -189,6 +226,13 @@ def _calls(plan: Plan, window: int | None) -> tuple[Call, ...]:
             squares.setdefault(len(tokens), []).append(_Rectangle(tokens, tokens, above, square))
     calls = [call for group in squares.values() for call in _batched(group, causal=True)]
     return (*calls, *_batched(blocks, window=window), *later)
+
+
+def _moved(call: Call, device: torch.device) -> Call:
+    queries, keys = (x if isinstance(x, tuple) else x.to(device) for x in (call.queries, call.keys))
+    shown = None if call.shown is None else (call.shown[0].to(device), call.shown[1].to(device))
+    filler = None if call.filler is None else call.filler.to(device)
+    return replace(call, queries=queries, keys=keys, shown=shown, filler=filler)
 
 
 def _later_calls(piece: Piece, path: np.ndarray, above: int) -> list[Call]:

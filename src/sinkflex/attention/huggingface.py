@@ -1,7 +1,7 @@
 """Any Hugging Face causal language model on `sink_attention`, unedited: `attn_implementation="sink_plan"`.
 
-Importing this module registers two functions with transformers under that name: the attention, and a mask function
-that returns a `Plan` for a padded batch (None otherwise) instead of a dense mask. The plan of a forward pass is, in
+Importing this module registers two functions with transformers under that name (and under `sink_flex`, which runs
+FlexAttention): the attention, and a mask function that returns a `Plan` for a padded batch (None otherwise) instead of a dense mask. The plan of a forward pass is, in
 this order: the keyword argument `plan=` of the model, the 2-D attention mask, documents told by position_ids that
 restart, or else one causal sequence a row.
 
@@ -15,6 +15,7 @@ Shape letters: B rows, H query heads, K key heads, T tokens of a row, D head siz
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from sinkflex.attention.plan import Plan
 from sinkflex.attention.sink import sink_attention
 
 NAME = "sink_plan"  # a name with "flash" in it would be redirected to a kernel from the hub
+FLEX_NAME = "sink_flex"  # the same on FlexAttention
 
 
 def plan_attention(
@@ -71,7 +73,7 @@ def plan_attention(
     else:
         if plan is None:
             plan = attention_mask if attention_mask is not None else _plan_from_positions(query, position_ids)
-        out = sink_attention(query, key, value, plan, s_aux, scaling, sliding_window)
+        out = sink_attention(query, key, value, plan, s_aux, scaling, sliding_window, backend)
     return out.transpose(1, 2), None
 
 
@@ -139,4 +141,6 @@ def require_live_sinks(model: PreTrainedModel) -> int:
 
 
 AttentionInterface.register(NAME, plan_attention)
+AttentionInterface.register(FLEX_NAME, partial(plan_attention, backend="flex"))
 AttentionMaskInterface.register(NAME, plan_mask)
+AttentionMaskInterface.register(FLEX_NAME, plan_mask)

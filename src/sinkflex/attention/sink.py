@@ -13,6 +13,7 @@ Shape letters: B rows, H query heads, K key heads, T tokens of a row, D head siz
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -21,8 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkflex.attention import aten
+from sinkflex.attention import aten, varlen
 from sinkflex.attention.plan import Plan
+
+HALF = (torch.float16, torch.bfloat16)
+BACKENDS = ("pieces", "flex")
 
 
 def sink_attention(
@@ -33,6 +37,7 @@ def sink_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
+    backend: str = "pieces",
 ) -> Tensor:
     """Attention of the tokens of `plan` with learned sinks.
 
@@ -44,23 +49,30 @@ def sink_attention(
         sinks: [H] learned logits, or None.
         scale: of the scores; 1 / sqrt(D) by default.
         window: keys a token sees, itself included; None for all.
+        backend: "pieces" runs on CPU and CUDA; "flex" is FlexAttention, on CUDA.
 
     Returns:
-        [B, H, T, D] in the dtype of q; 0 for padding, which gives no gradient either. Half precision is stored, float32
-        computed.
+        [B, H, T, D] in the dtype of q; 0 for padding, which gives no gradient either. On CPU half precision is stored
+        and float32 computed.
 
     Raises:
         ValueError: if shapes, dtypes or devices do not fit each other, or no back end runs them.
     """
     _check(q, k, v, plan, sinks)
-    return _SinkAttention.apply(q, k, v, sinks, plan, window, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    _check_backend(q, backend)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if backend == "flex":
+        from sinkflex.attention import flex
+
+        return flex.attention(q, k, v, sinks, plan, window, scale)
+    return _SinkAttention.apply(q, k, v, sinks, plan, window, scale)
 
 
 class _SinkAttention(torch.autograd.Function):
     """Keeps q, k, v, the output and its log-sum-exp: linear in length.
 
-    In half precision it also keeps what rounding took from the output: d_out . out cancels, and the gradient of a sink
-    is made of nothing else.
+    Where half precision is computed in float32, it also keeps what rounding took from the output: d_out . out cancels,
+    and the gradient of a sink is made of nothing else.
     """
 
     @staticmethod
@@ -89,32 +101,39 @@ class _SinkAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, rounded_off, lse = ctx.saved_tensors
-        d_out, out, *qkv = (_tokens(x) for x in (d_out, out, q, k, v))
+        kernel = _kernel(q)
+        d_out, out, *qkv = (_tokens(x, kernel) for x in (d_out, out, q, k, v))
         if rounded_off is not None:
             out += rounded_off
-        grads = aten.backward(d_out, *qkv, out, lse, ctx.plan, ctx.window, ctx.scale)
+        grads = kernel.backward(d_out, *qkv, out, lse, ctx.plan, ctx.window, ctx.scale)
         d_sinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype) - lse).exp_()
-            d_sinks = -(share * (d_out * out).sum(-1)).sum(0).to(sinks.dtype)
-        d_q, d_k, d_v = (
+            d_sinks = -(share * (d_out.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)
+        d_qkv = (
             grad.to(x.dtype).view(x.shape[0], x.shape[2], -1, x.shape[3]).transpose(1, 2)
             for grad, x in zip(grads, (q, k, v), strict=True)
         )
-        return d_q, d_k, d_v, d_sinks, None, None, None
+        return (*d_qkv, d_sinks, None, None, None)
 
 
 def _with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Output [N, H, D] in the dtype of q, what rounding took from it (None in full precision), log-sum-exp [N, H]."""
-    exact, lse = aten.forward(*(_tokens(x) for x in (q, k, v)), plan, window, scale)
+    """Output [N, H, D] in the dtype of q, what rounding took from it (if it was exact), log-sum-exp [N, H]."""
+    kernel = _kernel(q)
+    exact, lse = kernel.forward(*(_tokens(x, kernel) for x in (q, k, v)), plan, window, scale)
     if sinks is not None:
         joint = torch.logaddexp(lse, sinks.to(lse.dtype))
         exact.mul_((lse - joint).exp_()[..., None])
         lse = joint
     out = exact.to(q.dtype)
-    return out, None if out is exact else (exact - out).to(q.dtype), lse
+    return out, (exact - out).to(q.dtype) if q.dtype in HALF and kernel is aten else None, lse
+
+
+def _kernel(q: Tensor) -> Any:
+    """The module whose forward and backward run these tensors; `varlen` computes half precision as it is."""
+    return varlen if q.device.type == "cuda" and q.dtype in HALF else aten
 
 
 _RESULTS: ContextVar[list | Iterator | None] = ContextVar("results of attention to keep, or kept", default=None)
@@ -142,10 +161,21 @@ def kept_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
     return _Run(results, second=False), _Run(results, second=True)
 
 
-def _tokens(x: Tensor) -> Tensor:
-    """[B, H, T, D] to [N, H, D], half precision to float32; a view when it can be one."""
+def _tokens(x: Tensor, kernel: Any) -> Tensor:
+    """[B, H, T, D] to [N, H, D], in float32 if the kernel wants it; a view when it can be one."""
     x = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in HALF and kernel is aten else x
+
+
+def _check_backend(q: Tensor, backend: str) -> None:
+    if backend not in BACKENDS:
+        near = difflib.get_close_matches(str(backend), BACKENDS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}{hint}")
+    if backend == "flex" and q.device.type != "cuda":
+        raise ValueError(f"FlexAttention has no backward on {q.device.type}; use backend='pieces'")
+    if q.device.type not in ("cpu", "cuda") or (q.device.type == "cuda" and q.dtype == torch.float64):
+        raise ValueError(f"no kernel with sinks for {q.dtype} on {q.device.type}; use float32 on CPU or CUDA")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None) -> None:
