@@ -1,9 +1,9 @@
 """Any Hugging Face causal language model on `sink_attention`, unedited: `attn_implementation="sink_plan"`.
 
 Importing this module registers two functions with transformers under that name (and under `sink_flex`, which runs
-FlexAttention): the attention, and a mask function that returns a `Plan` for a padded batch (None otherwise) instead of a dense mask. The plan of a forward pass is, in
-this order: the keyword argument `plan=` of the model, the 2-D attention mask, documents told by position_ids that
-restart, or else one causal sequence a row.
+FlexAttention): the attention, and a mask function that returns a `Plan` for a padded batch (None otherwise) instead of
+a dense mask. The plan of a forward pass is, in this order: the keyword argument `plan=` of the model, the 2-D attention
+mask, documents told by position_ids that restart, or else one causal sequence a row.
 
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sink_plan")
     require_live_sinks(model)
@@ -44,6 +44,7 @@ def plan_attention(
     plan: Plan | None = None,
     position_ids: torch.Tensor | None = None,
     softcap: float | None = None,
+    backend: str = "pieces",
     slots: Any | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
