@@ -62,6 +62,25 @@ def test_a_weighted_sum_forms_the_same_gradients_in_its_forward() -> None:
         torch.testing.assert_close(mine, exact)
 
 
+def test_a_second_backward_of_a_weighted_sum_is_refused() -> None:
+    hidden, weight, targets, _ = leaves(torch.float32)
+    total = weighted_logprob(hidden, weight, targets, torch.ones(N))
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_a_frozen_output_layer_gets_no_gradient() -> None:
+    hidden, weight, targets, _ = leaves(torch.float32)
+    for score in (
+        lambda w: token_scores(hidden, w, targets).logprobs.sum(),
+        lambda w: weighted_logprob(hidden, w, targets, torch.ones(N)),
+    ):
+        (trained,) = torch.autograd.grad(score(weight), hidden)
+        (frozen,) = torch.autograd.grad(score(weight.detach()), hidden)
+        assert torch.equal(trained, frozen)
+
+
 def test_scores_without_gradient_need_no_graph() -> None:
     hidden, weight, targets, _ = leaves(torch.float32)
     with torch.no_grad():

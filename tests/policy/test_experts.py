@@ -51,6 +51,15 @@ def test_an_expert_without_tokens_gets_no_gradient() -> None:
     assert [bool(part.any()) for part in gradient] == [True, True, False, True, False]
 
 
+def test_frozen_experts_pass_the_gradient_on() -> None:
+    layer = model("GptOss", experts.NAME).model.layers[0].mlp
+    x = torch.randn(1, 20, 32, requires_grad=True)
+    (trained,) = torch.autograd.grad(layer(x)[0].sum(), x)
+    layer.experts.requires_grad_(False)
+    (frozen,) = torch.autograd.grad(layer(x)[0].sum(), x)
+    assert torch.equal(trained, frozen)
+
+
 def saved_bytes(call: Callable[[], torch.Tensor], parameters: set[int]) -> int:
     saved: dict[int, int] = {}
 

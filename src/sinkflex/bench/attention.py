@@ -21,6 +21,7 @@ from sinkflex.attention.cache import merge, piece
 from sinkflex.attention.plan import Plan
 from sinkflex.attention.sink import sink_attention
 from sinkflex.bench.cell import Row, cpu_seconds, in_own_process, peak_rise, saved_bytes
+from sinkflex.bench.chart import log_chart
 
 HEADS, KV_HEADS, SIZE, WINDOW = 8, 2, 64, 128
 PATHS = ("eager", "sink_plan")
@@ -107,6 +108,20 @@ def table(rows: list[Row]) -> str:
             verdict = "met" if bar["measured"] >= bar["least"] else "MISSED"
             lines.append(f"{bar['bar']:40} {bar['measured']:8.2f}   at least {bar['least']:<6} {verdict}")
     return "\n".join(lines)
+
+
+def plot(rows: list[Row]) -> str:
+    """Peak memory of the layers against length, as SVG."""
+    series = {
+        f"{path}, {'window' if window else 'full'}": [
+            (row["tokens"], row["peak_bytes"] / 1e6)
+            for row in rows
+            if row.get("peak_bytes") and row["section"] == "layer" and (row["path"], row["window"]) == (path, window)
+        ]
+        for path in PATHS
+        for window in (None, WINDOW)
+    }
+    return log_chart("Attention of one layer, forward and backward", "tokens", "peak rise, MB", series)
 
 
 def measure(cell: Row) -> Row:

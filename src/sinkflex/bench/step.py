@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sinkflex.bench.cell import Row, in_own_process, peak_rise, saved_bytes
+from sinkflex.bench.chart import log_chart
 
 EAGER: Row = {"attention": "eager", "loss": "whole", "layers": "kept", "experts": "grouped_mm"}
 OURS: Row = {"attention": "sink_plan", "loss": "chunked", "layers": "checkpointed", "experts": "sorted_mm"}
@@ -141,6 +142,20 @@ def table(rows: list[Row]) -> str:
             verdict = "met" if bar["measured"] >= bar["least"] else "MISSED"
             lines.append(f"{bar['bar']:48} {bar['measured']:7.2f}   at least {bar['least']:<5} {verdict}")
     return "\n".join(lines)
+
+
+def plot(rows: list[Row]) -> str:
+    """Peak memory of the stages against length, as SVG."""
+    names = ("eager", "sink_plan", "+ chunked loss", "+ sorted experts", "+ checkpointing")
+    series = {
+        name: [
+            (row["tokens"], row["peak_bytes"] / 1e6)
+            for row in rows
+            if row["section"] == "step" and row.get("peak_bytes") and stage.items() <= row.items()
+        ]
+        for name, stage in zip(names, STAGES, strict=True)
+    }
+    return log_chart("A training step, 8 layers, 107 million parameters", "tokens", "peak rise, MB", series)
 
 
 def measure(cell: Row) -> Row:

@@ -91,7 +91,7 @@ class _TokenScores(torch.autograd.Function):
         entropies = chosen.new_empty(len(ids)) if entropy else None
         for rows in _chunks(hidden, weight):
             p, chosen[rows], logprobs = _distribution(hidden[rows], weight, ids[rows], temperature, entropy)
-            if entropies is not None:
+            if entropies is not None and logprobs is not None:
                 entropies[rows] = -(p.mul_(logprobs)).sum(1)
         ctx.save_for_backward(hidden, weight, ids, entropies)
         ctx.temperature = temperature
@@ -101,15 +101,15 @@ class _TokenScores(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_chosen: Tensor, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, ids, entropies = ctx.saved_tensors
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=_exact(weight))
+        d_hidden, d_weight = _gradients(ctx, hidden, weight)
         for rows in _chunks(hidden, weight):
             p, _, logprobs = _distribution(hidden[rows], weight, ids[rows], ctx.temperature, entropies is not None)
             share = d_chosen[rows].sum(1, keepdim=True)
-            if entropies is not None:
+            if d_entropy is not None and logprobs is not None:
                 share = logprobs.add_(entropies[rows, None]).mul_(d_entropy[rows, None]).add_(share)
             d_logits = p.mul_(-share).scatter_add_(1, ids[rows], d_chosen[rows])
             _accumulate(d_logits.div_(ctx.temperature), hidden, weight, rows, d_hidden, d_weight)
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None, None
 
 
 class _WeightedLogprob(torch.autograd.Function):
@@ -119,26 +119,23 @@ class _WeightedLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor, temperature: float
     ) -> Tensor:
-        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        if wanted:
-            d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=_exact(weight))
+        d_hidden, d_weight = _gradients(ctx, hidden, weight)
         total = hidden.new_zeros((), dtype=_exact(weight))
         for rows in _chunks(hidden, weight):
             ids, share = targets[rows, None], token_weights[rows, None].to(total.dtype)
             p, chosen, _ = _distribution(hidden[rows], weight, ids, temperature, False)
             total += (chosen * share).sum()
-            if wanted:
+            if d_hidden is not None or d_weight is not None:
                 d_logits = p.mul_(-share).scatter_add_(1, ids, share)
                 _accumulate(d_logits.div_(temperature), hidden, weight, rows, d_hidden, d_weight)
-        if wanted:
-            ctx.save_for_backward(d_hidden, d_weight.to(weight.dtype))
+        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden.mul_(upstream), d_weight.mul_(upstream), None, None, None
+        scaled = (None if gradient is None else gradient.mul_(upstream) for gradient in ctx.saved_tensors)
+        return (*scaled, None, None, None)
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
@@ -168,14 +165,21 @@ def _distribution(
     return p.div_(total), chosen - total.log(), None
 
 
+def _gradients(ctx: Any, hidden: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Room for the gradients of hidden [N, D] and weight [V, D]; None for what is frozen."""
+    d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+    return d_hidden, torch.zeros_like(weight, dtype=_exact(weight)) if ctx.needs_input_grad[1] else None
+
+
 def _accumulate(
-    d_logits: Tensor, hidden: Tensor, weight: Tensor, rows: slice, d_hidden: Tensor, d_weight: Tensor
+    d_logits: Tensor, hidden: Tensor, weight: Tensor, rows: slice, d_hidden: Tensor | None, d_weight: Tensor | None
 ) -> None:
     d_logits = d_logits.to(weight.dtype)
-    torch.mm(d_logits, weight, out=d_hidden[rows])
-    if d_weight.dtype == weight.dtype:
+    if d_hidden is not None:
+        torch.mm(d_logits, weight, out=d_hidden[rows])
+    if d_weight is not None and d_weight.dtype == weight.dtype:
         d_weight.addmm_(d_logits.T, hidden[rows])
-    else:
+    elif d_weight is not None:
         d_weight += d_logits.T @ hidden[rows]
 
 

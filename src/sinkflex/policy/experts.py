@@ -81,8 +81,11 @@ class _Experts(torch.autograd.Function):
         x, index, routing, up, down, up_bias, down_bias, gate_up = ctx.saved_tensors
         rows, order, spans = _sorted(index, len(up))
         share = routing.reshape(-1).index_select(0, order)[:, None]
-        d_x, d_up, d_down, d_share = (torch.zeros_like(t) for t in (x, up, down, share))
-        d_up_bias, d_down_bias = (None if bias is None else torch.zeros_like(bias) for bias in (up_bias, down_bias))
+        d_x, d_share = torch.zeros_like(x), torch.zeros_like(share)
+        d_up, d_down, d_up_bias, d_down_bias = (  # None for weights that are frozen, or not there
+            torch.zeros_like(weight) if wanted and weight is not None else None
+            for weight, wanted in zip((up, down, up_bias, down_bias), ctx.needs_input_grad[3:7], strict=True)
+        )
         for expert, part in spans:
             dy = d_out.index_select(0, rows[part])
             with torch.enable_grad():
@@ -92,12 +95,16 @@ class _Experts(torch.autograd.Function):
             d_share[part] = (d_activation * activation.detach()).sum(1, keepdim=True)
             if down_bias is not None:
                 d_share[part] += (dy @ down_bias[expert])[:, None]
-                d_down_bias[expert] = share[part, 0] @ dy
-            torch.mm(activation.detach().T, dy.mul_(share[part]), out=d_down[expert])
+            dy *= share[part]
+            if d_down_bias is not None:
+                d_down_bias[expert] = dy.sum(0)
+            if d_down is not None:
+                torch.mm(activation.detach().T, dy, out=d_down[expert])
             (d_before,) = torch.autograd.grad(activation, before, d_activation.mul_(share[part]))
-            torch.mm(x.index_select(0, rows[part]).T, d_before, out=d_up[expert])
-            if up_bias is not None:
+            if d_up_bias is not None:
                 d_up_bias[expert] = d_before.sum(0)
+            if d_up is not None:
+                torch.mm(x.index_select(0, rows[part]).T, d_before, out=d_up[expert])
             d_x.index_add_(0, rows[part], d_before @ up[expert].T)
         d_routing = torch.empty_like(share).index_copy_(0, order, d_share).view_as(routing)
         return d_x, None, d_routing, d_up, d_down, d_up_bias, d_down_bias, None
