@@ -245,15 +245,16 @@ class Sampler:
         return done
 
     def _compact(self) -> None:
-        """Move streams into lower free slots once half of the occupied span is empty."""
-        used = [s for s in self._slots if s is not None]
-        while used and used[-1].slot + 1 > 2 * len(used):
-            stream, target = used[-1], self._slots.index(None)
+        """Move the last streams into free slots before them, so that attention reads no empty slot."""
+        used = [stream for stream in self._slots if stream is not None]
+        for stream in reversed(used):
+            target = self._slots.index(None) if None in self._slots else len(self._slots)
+            if target > stream.slot:
+                break
             self._cache.copy(stream.slot, target, len(stream.cached))
             self._slots[stream.slot], self._slots[target] = None, stream
             self._cached[target], self._cached[stream.slot] = stream.cached, []
             stream.slot = target
-            used.sort(key=lambda s: s.slot)
 
 
 def _common_prefix(a: np.ndarray, b: Sequence[int]) -> int:

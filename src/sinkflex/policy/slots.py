@@ -161,24 +161,29 @@ class SlotCache:
         offsets = torch.tensor([offset for offset, _ in tick.rows], device=q.device)
         lengths = torch.tensor([length for _, length in tick.rows], device=q.device)
         inside = torch.arange(longest, device=q.device)
-        source = (offsets[:, None] + inside.clamp(max=longest - 1)).clamp(max=q.shape[1] - 1)
         real = inside < lengths[:, None]
+        source = torch.where(real, offsets[:, None] + inside, offsets[:, None])
         slots = tick.slot[offsets]
-        length = int(tick.position[tick.decoding :].max()) + 1
+        start = tick.position[offsets]
+        seen_keys = int((start + lengths).max())
+        if window is not None and window + longest < seen_keys:
+            # A window layer needs the new tokens and the window - 1 keys before them.
+            at = start[:, None] + torch.arange(1 - window, longest, device=q.device)
+            k, v = (x[slots[:, None], :, at.clamp(min=0, max=x.shape[2] - 1)].transpose(1, 2) for x in (keys, values))
+        else:
+            at = torch.arange(seen_keys, device=q.device)[None]
+            k, v = keys[slots, :, :seen_keys], values[slots, :, :seen_keys]
         mask = self._masks.get(("prefill", window))
         if mask is None:
-            position = tick.position[source][:, :, None]
-            at = torch.arange(length, device=q.device)
-            seen = (at <= position) & real[:, :, None]
+            position = (start[:, None] + inside)[:, :, None]
+            seen = (at[:, None] >= 0) & (at[:, None] <= position) & real[:, :, None]
             if window is not None:
-                seen &= at > position - window
+                seen &= at[:, None] > position - window
             mask = self._masks["prefill", window] = _additive(seen, q.dtype)[:, None]
-        heads = q.shape[0]
-        kv_heads = keys.shape[1]
-        rows = q[:, source].transpose(0, 1)
-        k, v = keys[slots, :, :length], values[slots, :, :length]
+        heads, kv_heads = q.shape[0], keys.shape[1]
         if kv_heads != heads and not _flash(q):
             k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+        rows = q[:, source].transpose(0, 1)
         result = _attend(rows, k, v, mask, None if sinks is None else sinks.view(heads, 1), scale)
         out[source[real]] = result.transpose(1, 2)[real]
 

@@ -1,0 +1,118 @@
+"""The main job over seeds, with its controls. Appends a row an arm and seed; run it again to continue where it stopped.
+
+    python benchmarks/telecom.py --seeds 0 1 2 --out runs/telecom.jsonl
+    python benchmarks/telecom.py --table --out runs/telecom.jsonl
+
+Arms: `grpo` is the recipe; `shuffled` gives the rewards of each group to random members, which must teach nothing;
+`supervised` spends the wall time of grpo's run of the same seed on the warm start alone, with the same demonstrations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from sinkflex.evaluate import evaluate
+from sinkflex.recipe import load_config
+from sinkflex.train import train
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "telecom_cpu.toml"
+ARMS = ("grpo", "shuffled", "supervised")
+SCORES = ("warm_start", "test", "test_4_trials", "held_out")
+
+
+def overrides_of(arm: str, seed: int, rows: list[dict[str, Any]]) -> list[str]:
+    """Return what an arm changes in the recipe."""
+    if arm == "shuffled":
+        return ["method.shuffle_advantages=true"]
+    if arm == "supervised":
+        twin = next((row for row in rows if row["arm"] == "grpo" and row["seed"] == seed), None)
+        if twin is None:
+            raise SystemExit(f"the supervised arm needs the wall time of grpo: run --arms grpo --seeds {seed} first")
+        steps = round(twin["warmup_steps"] * twin["seconds"] / twin["warmup_seconds"])
+        return ["train.steps=0", f"warmup.steps={steps}"]
+    return []
+
+
+def run_arm(arm: str, seed: int, rows: list[dict[str, Any]], folder: Path, extra: list[str]) -> dict[str, Any]:
+    """Train one arm and score it."""
+    directory = folder / f"{arm}_{seed}"
+    config = load_config(
+        RECIPE, [*extra, *overrides_of(arm, seed, rows), f"run.seed={seed}", f"run.directory={directory}"]
+    )
+    started = time.time()
+    train(config)
+    seconds = time.time() - started
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    timing = [json.loads(line) for line in (directory / "timing.jsonl").read_text().splitlines()]
+    scored = [r for r in records if "validation/mean@1" in r]
+    four = evaluate(config, directory, "test", trials=4, temperature=1.0)
+    held_out = evaluate(config, directory, "held_out", trials=1, temperature=0.0)
+    warmup_seconds = seconds - sum(
+        t.get("timing/step_seconds", 0) + t.get("timing/validation_seconds", 0) for t in timing
+    )
+    return {
+        "arm": arm,
+        "seed": seed,
+        "warm_start": scored[0]["validation/mean@1"],
+        "test": scored[-1]["validation/mean@1"],
+        "curve": [[r["step"], r["validation/mean@1"]] for r in scored],
+        "test_4_trials": four["mean@1"],
+        "test_4_trials_interval": four["interval"],
+        "test_pass^4": four["pass^k"].get(4),
+        "held_out": held_out["mean@1"],
+        "held_out_interval": held_out["interval"],
+        "floors": {"test": four["floors"], "held_out": held_out["floors"]},
+        "seconds": seconds,
+        "warmup_seconds": warmup_seconds,
+        "warmup_steps": config.warmup.steps,
+        "steps": config.train.steps,
+        "about": four["about"],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return median and range over seeds, an arm a line, as Markdown."""
+    lines = ["| arm | seeds | " + " | ".join(SCORES) + " | minutes |", "| --- " * (len(SCORES) + 3) + "|"]
+    for arm in ARMS:
+        of_arm = [row for row in rows if row["arm"] == arm]
+        if of_arm:
+            columns = [[row[name] for row in of_arm] for name in SCORES]
+            cells = [f"{statistics.median(c):.3f} ({min(c):.3f} to {max(c):.3f})" for c in columns]
+            minutes = statistics.median(row["seconds"] / 60 for row in of_arm)
+            lines.append(f"| {arm} | {len(of_arm)} | " + " | ".join(cells) + f" | {minutes:.1f} |")
+    for row in rows[:1]:
+        lines += ["", f"Floors: {json.dumps(row['floors'])}. {row['about']}."]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is missing, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["grpo"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("runs/telecom.jsonl"))
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--table", action="store_true", help="print the table of what is there")
+    arguments = parser.parse_args()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def rows() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
+
+    if not arguments.table:
+        for arm in sorted(arguments.arms, key=ARMS.index):
+            for seed in arguments.seeds:
+                if not any((row["arm"], row["seed"]) == (arm, seed) for row in rows()):
+                    row = run_arm(arm, seed, rows(), arguments.out.with_suffix(""), arguments.set)
+                    with arguments.out.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+    print(table(rows()))
+
+
+if __name__ == "__main__":
+    main()
