@@ -21,7 +21,12 @@ from sinkflex.users.user import User, UserAction, UserStop
 MAX_USER_ROUNDS = 50
 COUNTS = ("turns", "errors", "parse_errors", "unknown_tool_calls", "wrong_owner_calls")
 
-_SCRIPTED = {"telecom": "sinkflex.users.telecom:TelecomUser", "mock": "sinkflex.users.mock:MockUser"}
+_SCRIPTED = {
+    "telecom": "sinkflex.users.telecom:TelecomUser",
+    "retail": "sinkflex.users.retail:RetailUser",
+    "airline": "sinkflex.users.airline:AirlineUser",
+    "mock": "sinkflex.users.mock:MockUser",
+}
 _STOPS = {
     UserStop.STOP: StopReason.USER_STOP,
     UserStop.TRANSFER: StopReason.TRANSFER,
