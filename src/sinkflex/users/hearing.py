@@ -63,9 +63,9 @@ _ACTS = {
         r"\bare you (?:ok|okay|sure|happy)\b",
     ),
     "suggest": (  # "shall I cancel it?", but not "what would you like to cancel?" or "may I have your name?"
-        r"^(?!.*\b(?:what|which|how|where|who|when)\b).*\b(?:shall|should|may|can) i (?:now |please |also )*+"
+        r"^(?!.*\b(?:what|which|how|where|who|when|why)\b).*\b(?:shall|should|may|can) i (?:now |please |also )*+"
         r"(?!have|get|ask|know|see|help|assist)\w+",
-        r"^(?!.*\b(?:what|which|how|where|who|when)\b).*\b(?:would you like|do you want|do you wish|are you ready)"
+        r"^(?!.*\b(?:what|which|how|where|who|when|why)\b).*\b(?:would you like|do you want|do you wish|are you ready)"
         r"(?: me)? to (?!provide|share|tell|know|give|use|pay)\w+",
     ),
     "missing": (

@@ -54,7 +54,8 @@ class RetailUser(SlotUser):
             r"|\bitems?\b|\bproducts?\b",
             "new": r"\boptions?\b|\bvariants?\b|\binstead\b|\breplace|\bnew (?:item|one|product|version)|\bfeatures?\b"
             r"|\bspecifications?\b|\bprefer(?!red (?:payment|refund))|\bwhat (?:size|colou?r|kind|type|material)"
-            r"|\bwhich (?:one|of)\b|\bexchange (?:it|them|this|that) for\b|\bchanged? (?:it |them )?to\b|\bfor what\b",
+            r"|\bwhich (?:one|of)\b|\bexchange (?:it|them|this|that) for\b|\bchanged? (?:it |them )?to\b"
+            r"|\bfor what(?! reason)\b",
             "payment": r"payment|\bpay\b|refund(?:ed)? (?:to|method)|\bcards?\b|paypal|difference",
             "reason": r"\breason\b|\bwhy\b",
             "address": r"(?<!email )(?<!e-mail )\baddress",
