@@ -129,6 +129,26 @@ def test_sampling_follows_the_models_distribution() -> None:
     assert counts[top] / 2000 == pytest.approx(float(expected[top]), abs=4 * float(np.sqrt(expected[top] / 2000)))
 
 
+def test_siblings_with_one_history_prefill_it_once() -> None:
+    model = tiny_policy().model
+    sampler = Sampler(model, [1], slots=6, max_tokens=200, max_turn_tokens=5, temperature=0.0)
+    prompt, reply = prompts(1)[0], list(range(5, 30))
+    streams = [sampler.open(prompt, np.zeros(100)) for _ in range(6)]
+    turns: dict[int, list[list[int]]] = {id(s): [] for s in streams}
+    logprobs: dict[int, list[float]] = {id(s): [] for s in streams}
+    while any(len(t) < 2 for t in turns.values()):
+        for done in sampler.tick():
+            turns[id(done.stream)].append(done.ids)
+            logprobs[id(done.stream)] += done.logprobs
+            if len(turns[id(done.stream)]) == 1:
+                sampler.extend(done.stream, reply)
+    assert len({str(t) for t in turns.values()}) == 1, "greedy siblings agree"
+    # The first sibling prefills prompt and reply; each other one recomputes a single token of both.
+    assert sampler.prefilled == len(prompt) + len(reply) + 1 + 5
+    first, *others = logprobs.values()
+    assert max(abs(a - b) for other in others for a, b in zip(first, other, strict=True)) < 1e-4
+
+
 def test_a_changed_weight_is_seen_after_clear() -> None:
     model = tiny_policy().model
     sampler = Sampler(model, [1], slots=2, max_tokens=100, max_turn_tokens=1, temperature=0.0)

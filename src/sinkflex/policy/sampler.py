@@ -1,8 +1,9 @@
 """Continuous batched sampling for many conversations that keep their key-value cache across turns.
 
 Each conversation is a `Stream`. A tick is one forward pass that decodes one token for every sampling stream and, in the
-same pass, prefills new prompt tokens, so no stream waits for another. A prompt whose first tokens are already cached in
-any slot copies them. What is in a tick depends only on the order of calls, never on time, so equal calls give equal bits.
+same pass, prefills new prompt tokens, so no stream waits for another. A new prompt copies the longest prefix that any slot
+has cached; a conversation whose whole history a sibling has cached copies that. What is in a tick depends only on the
+order of calls, never on time, so equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Sampler:
         self._prefill_tokens = prefill_tokens
         self._slots: list[Stream | None] = [None] * slots
         self._cached: list[list[int]] = [[] for _ in range(slots)]
+        self._whole: dict[tuple[int, ...], int] = {}
         self._cache = SlotCache(
             shape.num_hidden_layers,
             shape.num_key_value_heads,
@@ -110,6 +112,7 @@ class Sampler:
         """Forget every cached prefix; call it whenever the weights have changed."""
         assert all(stream is None for stream in self._slots), "a conversation is still open"
         self._cached = [[] for _ in self._cached]
+        self._whole = {}
 
     def open(self, ids: Sequence[int], uniforms: np.ndarray) -> Stream:
         """Start a conversation with a prompt and sample its first turn.
@@ -170,15 +173,31 @@ class Sampler:
 
     def _choose(self) -> tuple[list[Stream], list[tuple[Stream, int]]]:
         """Pick the streams that decode, and those that prefill with how many ids."""
-        decode, prefill = [], []
+        decode, prefill, begun = [], [], set()
         for stream in self._slots:
             if stream is None or not stream.sampling:
                 continue
-            if len(stream.pending) == 1 and stream.cached:
+            if stream.cached and len(stream.pending) > 1:
+                whole = (*stream.cached, *stream.pending)
+                if whole in begun:
+                    continue  # a sibling with the same history prefills it now; copy from it in the next tick
+                self._copy_whole(stream, whole)
+                begun.add(whole)
+            if stream.cached and len(stream.pending) == 1:
                 decode.append(stream)
             elif stream.cached or self._reuse(stream, [s for s, _ in prefill]):
                 prefill.append((stream, min(len(stream.pending), self._prefill_tokens)))
         return decode, prefill
+
+    def _copy_whole(self, stream: Stream, whole: tuple[int, ...]) -> None:
+        """Copy the pending ids' keys and values, all but the last one's, from a slot that holds this very history."""
+        source, size = self._whole.get(whole, -1), len(whole)
+        if source < 0 or source == stream.slot or tuple(self._cached[source][:size]) != whole:
+            return
+        self._cache.copy(source, stream.slot, size - 1, start=len(stream.cached))
+        self.copied += len(stream.pending) - 1
+        stream.cached += stream.pending[:-1]
+        stream.pending = stream.pending[-1:]
 
     def _reuse(self, stream: Stream, batch: list[Stream]) -> bool:
         """Copy the longest cached prefix into a new stream; False: wait, a longer one is being prefilled now."""
@@ -214,6 +233,8 @@ class Sampler:
             stream.cached += new
             stream.pending = stream.pending[taken:]
             self._cached[stream.slot] = stream.cached
+            if taken > 1 and not stream.pending:
+                self._whole[tuple(stream.cached)] = stream.slot
         span = max(slot) + 1
         length = -(-(max(position) + 1) // LENGTH_BUCKET) * LENGTH_BUCKET
         place = torch.tensor([slot, position], device=self.device)

@@ -70,10 +70,10 @@ class SlotCache:
         self._tick = tick
         self._masks = {}
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of one slot into another."""
+    def copy(self, source: int, target: int, stop: int, start: int = 0) -> None:
+        """Copy tokens [start, stop) of one slot into another."""
         for cache in (*self.keys, *self.values):
-            cache[target, :, :length] = cache[source, :, :length]
+            cache[target, :, start:stop] = cache[source, :, start:stop]
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int | None
