@@ -38,7 +38,7 @@ def parse(arguments: list[str]) -> None:
         context = group.make_context("sinkflex", list(arguments), resilient_parsing=False)
         _, group, arguments = group.resolve_command(context, [*context._protected_args, *context.args])
     values = group.make_context("sinkflex", list(arguments)).params
-    if "recipe" in values:
+    if values.get("recipe"):
         load_config(values["recipe"], values["overrides"] or ())
 
 
