@@ -90,6 +90,40 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def plot(rows: list[dict[str, Any]]) -> str:
+    """Return an SVG picture of the validation curves of every arm and seed, with the floors as dotted lines."""
+    width, height, left, top = 640, 320, 50, 20
+    colors = {"grpo": "#0969da", "shuffled": "#cf222e", "supervised": "#6e7781"}
+    last = max(row["curve"][-1][0] for row in rows)
+
+    def x(step: float) -> float:
+        return left + (width - left - 110) * step / max(last, 1)
+
+    def y(score: float) -> float:
+        return top + (height - top - 40) * (1 - score)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        parts.append(f'<path d="M{left} {y(tick)}H{x(last)}" stroke="#d0d7de"/>')
+        parts.append(f'<text x="{left - 8}" y="{y(tick) + 4}" text-anchor="end">{tick}</text>')
+    for name, paid in rows[0]["floors"]["test"].items():
+        parts.append(f'<path d="M{left} {y(paid)}H{x(last)}" stroke="#57606a" stroke-dasharray="2 4"/>')
+        parts.append(f'<text x="{x(last) + 6}" y="{y(paid) + 4}" fill="#57606a">{name}</text>')
+    for row in rows:
+        points = [*row["curve"]] if len(row["curve"]) > 1 else [[0, row["curve"][0][1]], [last, row["curve"][0][1]]]
+        line = " ".join(f"{x(step):.1f},{y(score):.1f}" for step, score in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colors[row["arm"]]}" stroke-width="2"/>')
+        score = points[-1][1]
+        parts.append(f'<text x="{x(last) + 6}" y="{y(score) + 4}" fill="{colors[row["arm"]]}">{row["arm"]}</text>')
+    label = f"step of {last}; mean@1 on the test tasks"
+    parts.append(f'<text x="{(left + x(last)) / 2}" y="{height - 8}" text-anchor="middle">{label}</text>')
+    return "\n".join([*parts, "</svg>\n"])
+
+
 def main() -> None:
     """Run what is missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,6 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/telecom.jsonl"))
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--table", action="store_true", help="print the table of what is there")
+    parser.add_argument("--plot", type=Path, help="write the curves as an SVG picture")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
 
@@ -112,6 +147,8 @@ def main() -> None:
                     with arguments.out.open("a") as file:
                         file.write(json.dumps(row) + "\n")
     print(table(rows()))
+    if arguments.plot:
+        arguments.plot.write_text(plot(rows()))
 
 
 if __name__ == "__main__":

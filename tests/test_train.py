@@ -38,7 +38,9 @@ def files(directory: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name != "timing.jsonl" and "tensorboard" not in path.parts
+        if path.is_file()
+        and path.name != "timing.jsonl"
+        and "tensorboard" not in path.parts
         and path.name not in ("config.toml", "about.json", "SHA256SUMS")
     }
 

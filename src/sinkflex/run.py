@@ -15,7 +15,6 @@ import sinkflex
 from sinkflex import checkpoint
 from sinkflex.config import Config, LearnerConfig
 from sinkflex.envs.tau2.env import Tau2Env
-from sinkflex.scores import summarize
 from sinkflex.learner.step import Learner
 from sinkflex.methods.method import Method, build_method
 from sinkflex.metrics import START, Metrics, open_metrics
@@ -26,6 +25,7 @@ from sinkflex.policy.sweep import SweepAgent
 from sinkflex.recipe import dump_config
 from sinkflex.rollout.group import Phase, rollout
 from sinkflex.rollout.scripted import Dialogue, play
+from sinkflex.scores import summarize
 from sinkflex.seeds import generator, seed_for
 from sinkflex.tasks.sampling import TaskSampler
 from sinkflex.tasks.suites import scored_tasks, training_tasks
@@ -206,8 +206,10 @@ def corpus(config: Config) -> Iterator[str]:
     if config.warmup.steps:
         dialogues = demonstrations(config)
     else:
-        dialogues = [Dialogue(t.task_id, 0, env.reset(seed=0, options={"task_id": t.task_id})[0], [], 0.0, {})
-                     for t in training_tasks(config.env.domain, config.tasks.split)]
+        dialogues = [
+            Dialogue(t.task_id, 0, env.reset(seed=0, options={"task_id": t.task_id})[0], [], 0.0, {})
+            for t in training_tasks(config.env.domain, config.tasks.split)
+        ]
     for dialogue in dialogues:
         yield from (message.content for message in dialogue.opening)
         for action, observation in dialogue.exchanges:
@@ -232,4 +234,3 @@ def set_up_torch(config: Config) -> None:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)
-

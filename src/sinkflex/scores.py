@@ -24,10 +24,14 @@ def pass_at_k(trials: int, solved: int, k: int) -> float:
 
 
 def bootstrap_interval(values: Sequence[float], level: float = 0.95, resamples: int = 10_000) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of the mean over tasks; the same values give the same interval."""
+    """Return the percentile bootstrap interval of the mean over tasks; the same values give the same interval.
+
+    Args:
+        values: at least one.
+        level: of confidence.
+        resamples: bootstrap samples.
+    """
     array = np.asarray(values, np.float64)
-    if not len(array):
-        return float("nan"), float("nan")
     picks = generator(0, "bootstrap").integers(0, len(array), (resamples, len(array)))
     means = array[picks].mean(axis=1)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
@@ -40,10 +44,10 @@ def summarize(groups: Sequence[Group]) -> dict[str, Any]:
     Returns:
         mean@1 (mean reward over tasks, each the mean of its valid trials), its 95% interval, pass^k and pass@k for each
         k up to the least number of valid trials, means by family, counts by stop reason, and invalid episodes by cause.
+        What has no valid episode to stand on is None.
     """
     scored = [g for g in groups if g.valid]
     per_task = [float(np.mean([t.reward for t in g.valid])) for g in scored]
-    low, high = bootstrap_interval(per_task)
     least = min((len(g.valid) for g in scored), default=0)
     counts = [(len(g.valid), sum(t.outcome is Outcome.SOLVED for t in g.valid)) for g in scored]
     families: dict[str, list[float]] = {}
@@ -52,15 +56,15 @@ def summarize(groups: Sequence[Group]) -> dict[str, Any]:
     trajectories = [t for g in groups for t in g.members]
     valid = [t for t in trajectories if t.valid]
     return {
-        "mean@1": float(np.mean(per_task)) if per_task else float("nan"),
-        "interval": [low, high],
+        "mean@1": float(np.mean(per_task)) if per_task else None,
+        "interval": list(bootstrap_interval(per_task)) if per_task else None,
         "tasks": len(scored),
         "trials": max((len(g.members) for g in groups), default=0),
         "pass^k": {k: float(np.mean([pass_hat_k(n, c, k) for n, c in counts])) for k in range(1, least + 1)},
         "pass@k": {k: float(np.mean([pass_at_k(n, c, k) for n, c in counts])) for k in range(1, least + 1)},
         "by_family": {name: [float(np.mean(values)), len(values)] for name, values in sorted(families.items())},
         "stop_reasons": dict(sorted(Counter(str(t.stop_reason) for t in valid).items())),
-        "turns": float(np.mean([len(t.turns) for t in valid])) if valid else float("nan"),
+        "turns": float(np.mean([len(t.turns) for t in valid])) if valid else None,
         "invalid": dict(Counter(t.fault or "unknown" for t in trajectories if not t.valid)),
         "users": sorted({t.user for t in trajectories}),
     }

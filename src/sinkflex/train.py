@@ -1,8 +1,8 @@
 """The loop on one screen: draw tasks, roll out groups, rows, advantages, update, validate, checkpoint.
 
-    tasks ──► environments ──► rollout ──► method ──► learner ──► new weights ──┐
-                                  ▲                                             │
-                                  └─────────────────────────────────────────────┘
+tasks ──► environments ──► rollout ──► method ──► learner ──► new weights ──┐
+                              ▲                                             │
+                              └─────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from sinkflex.seeds import generator
 from sinkflex.trajectory import Group, Outcome, Row, write_trajectories
 
 
-def train(config: Config, interrupted: Any = lambda: False) -> Run:
+def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Run:
     """Train a recipe to its end, continuing where its run directory stands.
 
     Args:
@@ -40,7 +40,7 @@ def train(config: Config, interrupted: Any = lambda: False) -> Run:
     run = open_run(config)
     with run.metrics:
         if run.step < 0:
-            warm_start(run)
+            warm_start(run, interrupted)
             run.step = 0
             score = validate(run, "train", {}, last=config.train.steps == 0)
             run.save(score)
@@ -89,8 +89,11 @@ def train(config: Config, interrupted: Any = lambda: False) -> Run:
     return run
 
 
-def warm_start(run: Run) -> None:
-    """Supervised training on the scripted expert's episodes (nothing while warmup.steps is 0)."""
+def warm_start(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Supervised training on the scripted expert's episodes (nothing while warmup.steps is 0).
+
+    It leaves no checkpoint before its end: an interrupted one starts again.
+    """
     warmup = run.config.warmup
     if warmup.steps:
         run.metrics.doing("playing demonstrations")
@@ -116,6 +119,8 @@ def warm_start(run: Run) -> None:
             values = learner.update(batch, likelihood, Needs(), count_zero_groups=True)
             names = ("loss", "gradient_norm", "learning_rate")
             run.metrics.log("warmup", step, {f"warmup/{name}": values[name] for name in names})
+            if interrupted():
+                raise KeyboardInterrupt
     run.policy.save(run.directory / "warm_start")
 
 
@@ -129,12 +134,15 @@ def validate(run: Run, stage: str, values: dict[str, float], last: bool) -> floa
     config = run.config.validation
     started = time.perf_counter()
     score, groups = run.score(config.split, config.trials, config.temperature)
+    if score["mean@1"] is None:
+        raise RuntimeError(f"every validation episode is invalid: {score['invalid']}")
     values = values | {"validation/mean@1": score["mean@1"], "validation/invalid": sum(score["invalid"].values())}
     write_trajectories(run.directory / "trajectories" / f"validation_{run.step}.jsonl.zst", groups)
     if last or run.step == 0:
         for name in config.extra:
             extra, _ = run.score(name, config.trials, config.temperature)
-            values[f"validation/{name}/mean@1"] = extra["mean@1"]
+            if extra["mean@1"] is not None:
+                values[f"validation/{name}/mean@1"] = extra["mean@1"]
     values["timing/validation_seconds"] = time.perf_counter() - started
     run.metrics.log(stage, run.step, values)
     return score["mean@1"]

@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.policy.tiny_policy import tiny_policy
 from transformers import PreTrainedModel
 
 from sinkflex.config import LearnerConfig
 from sinkflex.learner.step import Learner, Needs, plain_head
 from sinkflex.methods.grpo import GRPO
 from sinkflex.trajectory import Row
+from tests.policy.tiny_policy import tiny_policy
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.policy.tiny_policy import TOOLS, tiny_policy
 
 from sinkflex.envs.env import Action, Message, ToolCall
 from sinkflex.policy.chat import Chat, assistant_message
+from tests.policy.tiny_policy import TOOLS, tiny_policy
 
 REWRITES_HISTORY = """\
 {%- set last = messages | selectattr('role', 'equalto', 'user') | list | last -%}

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from tests.policy.tiny_policy import tiny_policy
 
 from sinkflex.envs.env import Action, StopReason
 from sinkflex.learner.packing import forest
@@ -13,6 +12,7 @@ from sinkflex.learner.rows import cut
 from sinkflex.learner.step import node_logprobs
 from sinkflex.policy.sampler import Sampler, Stream
 from sinkflex.trajectory import Outcome, Trajectory, Turn
+from tests.policy.tiny_policy import tiny_policy
 
 
 def sample(
@@ -47,13 +47,13 @@ def sample(
 
 def prompts(count: int, shared: int = 20) -> list[list[int]]:
     head = np.random.default_rng(7).integers(2, 300, shared).tolist()
-    return [head + np.random.default_rng(100 + i // 2).integers(2, 300, 3 + i).tolist()[: 3 + i // 2] for i in range(count)]
+    return [
+        head + np.random.default_rng(100 + i // 2).integers(2, 300, 3 + i).tolist()[: 3 + i // 2] for i in range(count)
+    ]
 
 
 def learner_gap(records: Sequence[Trajectory], temperature: float) -> float:
-    rows = [
-        row for i, t in enumerate(records) for row in cut(t, np.ones(t.sampled_tokens, np.float32), 0, i)
-    ]
+    rows = [row for i, t in enumerate(records) for row in cut(t, np.ones(t.sampled_tokens, np.float32), 0, i)]
     batch = forest(rows)
     nodes = np.concatenate([index[row.loss_mask] for row, index in zip(rows, batch.node_index, strict=True)])
     with torch.no_grad():

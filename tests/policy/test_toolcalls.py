@@ -32,9 +32,7 @@ def test_a_malformed_call_is_an_error_and_never_a_text_for_the_user(format: str,
 def test_several_calls_keep_their_order_and_get_ids_of_their_own() -> None:
     for action in (
         parse_compact('<|call|>a {"x": 1}<|call|>b {}'),
-        parse_hermes(
-            '<tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call><tool_call>{"name": "b"}</tool_call>'
-        ),
+        parse_hermes('<tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call><tool_call>{"name": "b"}</tool_call>'),
     ):
         assert [(c.name, dict(c.arguments)) for c in action.tool_calls] == [("a", {"x": 1}), ("b", {})]
         assert len({c.id for c in action.tool_calls}) == 2
@@ -52,7 +50,9 @@ def test_text_beside_hermes_calls_is_not_shown_to_the_user() -> None:
     assert action.tool_calls[0].name == "a"
 
 
-@given(st.text(alphabet=st.sampled_from('<|cal>{}[]":,ab tool_/1\\n'), max_size=80), st.sampled_from(["compact", "hermes"]))
+@given(
+    st.text(alphabet=st.sampled_from('<|cal>{}[]":,ab tool_/1\\n'), max_size=80), st.sampled_from(["compact", "hermes"])
+)
 def test_any_text_gives_exactly_one_of_text_calls_and_error(text: str, format: str) -> None:
     action = PARSERS[format](text)
     assert isinstance(action, Action)

@@ -18,7 +18,10 @@ TOOLS = [
         "function": {
             "name": "get_line",
             "description": "Look a line up.",
-            "parameters": {"type": "object", "properties": {"line_id": {"type": "string"}, "deep": {"type": "boolean"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"line_id": {"type": "string"}, "deep": {"type": "boolean"}},
+            },
         },
     }
 ]

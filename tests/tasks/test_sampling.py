@@ -22,9 +22,7 @@ def finished(task_id: str, rewards: list[float | None]) -> Group:
     return Group(
         task_id,
         [
-            Trajectory(
-                task_id, i, [], Outcome.INVALID if r is None else Outcome.FAILED, StopReason.USER_STOP, r
-            )
+            Trajectory(task_id, i, [], Outcome.INVALID if r is None else Outcome.FAILED, StopReason.USER_STOP, r)
             for i, r in enumerate(rewards)
         ],
     )

@@ -1,7 +1,7 @@
 """Rows to batches: one prefix forest a micro-batch, so that every shared token is computed once.
 
-Rows are sorted by their ids; each adds only the tokens after its longest common prefix with the row before it. The nodes
-come out in depth-first order: a node's subtree is the contiguous range up to `subtree_end`.
+Rows are sorted by their ids; each adds only the tokens after its longest common prefix with the row before it. The
+nodes come out in depth-first order: a node's subtree is the contiguous range up to `subtree_end`.
 
 Example: rows (1 2 3) and (1 2 4 5).
 

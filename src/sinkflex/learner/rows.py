@@ -1,8 +1,9 @@
-"""Trajectories to rows: one row a trajectory, or several where a turn forks; each sampled id is trained exactly once."""
+"""Trajectories to rows: one a trajectory, or several where a turn forks; each sampled id is trained exactly once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -40,7 +41,7 @@ def cut(trajectory: Trajectory, advantages: np.ndarray, group_index: int, trajec
     starts = [0] + [k for k, turn in enumerate(trajectory.turns) if k and turn.forks] + [len(trajectory.turns)]
     rows = []
     used = 0
-    for first, last in zip(starts, starts[1:], strict=False):
+    for first, last in pairwise(starts):
         turns = trajectory.turns[first:last]
         sampled = sum(len(turn.action_ids) for turn in turns)
         rows.append(_row(turns, first, advantages[used : used + sampled], group_index, trajectory_index))

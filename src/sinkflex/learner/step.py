@@ -75,9 +75,11 @@ class Learner:
         """
         live = {row.group_index for row in rows if np.any(row.advantages)}
         counted = rows if count_zero_groups else [row for row in rows if row.group_index in live]
-        computed = counted if needs.reference is not None or needs.entropy else [
-            row for row in counted if np.any(row.advantages)
-        ]
+        computed = (
+            counted
+            if needs.reference is not None or needs.entropy
+            else [row for row in counted if np.any(row.advantages)]
+        )
         tokens = sum(int(row.loss_mask.sum()) for row in counted)
         trajectories = len({row.trajectory_index for row in counted})
         sums: dict[str, float] = {}
@@ -147,7 +149,9 @@ class Learner:
         if raw:
             norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm))
             if not math.isfinite(norm):
-                raise FloatingPointError(f"the gradient is not finite at update {self.updates}; lower the learning rate")
+                raise FloatingPointError(
+                    f"the gradient is not finite at update {self.updates}; lower the learning rate"
+                )
             self.optimizer.step()
         self.updates += 1
         means = {k: v if k in ("loss",) or k.endswith("_max") else v / max(tokens, 1) for k, v in sums.items()}

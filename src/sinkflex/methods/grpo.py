@@ -1,7 +1,7 @@
 """GRPO: group relative policy optimization (DeepSeekMath, arXiv 2402.03300), as the SINKFLEX-RL paper uses it.
 
     A_i = (R_i - mean R) / (std R + 1e-6)                 the same for every sampled token of episode i
-    L   = - 1/N sum_i sum_t min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i) + kl_coefficient KL(policy || ref)
+    L   = - 1/N sum_i sum_t min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i) + kl_coefficient KL
 
 N counts the sampled tokens of the mini-batch (token mean, arXiv 2608.10357). There is no value model.
 

@@ -1,4 +1,4 @@
-"""What a method is: hooks over one loop. The defaults are plain GRPO; a method overrides only what its paper changes."""
+"""What a method is: hooks over one loop. The defaults are plain GRPO; a method overrides what its paper changes."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from sinkflex.envs.env import Action, Message
 from sinkflex.policy.toolcalls import parser_for
 
-# A template that holds this comment promises that what a reply adds depends on the reply alone. A short stand-in for the
-# history then gives the same text, at a cost that does not grow with the conversation.
+# A template that holds this comment promises that what a reply adds depends on the reply alone. A short stand-in for
+# the history then gives the same text, at a cost that does not grow with the conversation.
 APPEND_ONLY = "{#- append-only -#}"
 
 _PROBE = (
@@ -56,7 +56,9 @@ class Chat:
                 whole = self._difference(_PROBE[: k + 1], (_PROBE[k + 1],), "stop")
                 short = self._difference(_PROBE[:2], (_PROBE[k + 1],), "stop", head=False)
                 if whole != short:
-                    raise ValueError(f"the chat template says {APPEND_ONLY}, but what it adds depends on what was before")
+                    raise ValueError(
+                        f"the chat template says {APPEND_ONLY}, but what it adds depends on what was before"
+                    )
 
     def start(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the whole prompt up to and including the generation prompt."""

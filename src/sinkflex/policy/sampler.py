@@ -1,9 +1,9 @@
 """Continuous batched sampling for many conversations that keep their key-value cache across turns.
 
-Each conversation is a `Stream`. A tick is one forward pass that decodes one token for every sampling stream and, in the
-same pass, prefills new prompt tokens, so no stream waits for another. A new prompt copies the longest prefix that any slot
-has cached; a conversation whose whole history a sibling has cached copies that. What is in a tick depends only on the
-order of calls, never on time, so equal calls give equal bits.
+Each conversation is a `Stream`. A tick is one forward pass that decodes one token for every sampling stream and, in
+the same pass, prefills new prompt tokens, so no stream waits for another. A new prompt copies the longest prefix that
+any slot has cached; a conversation whose whole history a sibling has cached copies that. What is in a tick depends only
+on the order of calls, never on time, so equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Stream:
 class Sampled:
     """One finished turn: ids as sampled with their log-probs; finish is "stop" or "length"."""
 
-    stream: Stream | None
+    stream: Stream
     ids: list[int]
     logprobs: list[float]
     finish: str

@@ -1,7 +1,7 @@
 """A tiny gpt-oss-shaped policy built from nothing: a tokenizer trained on the domain's texts and a random model.
 
-It has the parts that make gpt-oss special (learned sinks, alternating windows, grouped queries, a mixture of experts) at
-about one million parameters, so that the whole loop runs on a laptop without a download.
+It has the parts that make gpt-oss special (learned sinks, alternating windows, grouped queries, a mixture of experts)
+at about one million parameters, so that the whole loop runs on a laptop without a download.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from sinkflex.policy.chat import APPEND_ONLY
 
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|call|>")
 
-CHAT_TEMPLATE = APPEND_ONLY + """\
+CHAT_TEMPLATE = (
+    APPEND_ONLY
+    + """\
 {%- if tools or messages[0].role == 'system' -%}
 <|system|>{%- if messages[0].role == 'system' -%}{{ messages[0].content }}{%- endif -%}
 {%- for tool in tools or [] -%}
@@ -40,6 +42,7 @@ CHAT_TEMPLATE = APPEND_ONLY + """\
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+)
 
 
 # What a token may not cross: a JSON string without blanks and the punctuation after it, a word, or other signs.

@@ -75,6 +75,7 @@ class Episode:
         if terminated or truncated:
             self._finish(StopReason(info["stop_reason"]), reward, info["reward_parts"])
             return None
+        assert turn.observation, "an environment must answer a turn that does not end the episode"
         reply = self.chat.extend(self._history[: -len(observation)], turn.observation, sampled.finish)
         self._next = reply
         ids, forks = reply

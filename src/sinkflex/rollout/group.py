@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sinkflex.policy.chat import Chat
-from sinkflex.policy.sampler import Sampler, Stream
+from sinkflex.policy.sampler import Sampled, Sampler, Stream
 from sinkflex.rollout.episode import Episode
 from sinkflex.seeds import generator, seed_for
 from sinkflex.trajectory import Group
@@ -60,58 +63,72 @@ def rollout(
     sampler.clear()
     sampler.temperature = phase.temperature
     spent = {"environment": 0.0, "sampler": 0.0}
-    episodes: list[Episode] = []
-    for index, task_id in enumerate(task_ids):
-        seed = seed_for(phase.run_seed, "environment", phase.purpose, phase.step, index, task_id)
-        episodes += [
-            Episode(None, chat, task_id, member, seed, sampler.max_tokens, phase.policy_version)
-            for member in range(group_size)
-        ]
+    episodes = [
+        Episode(None, chat, task_id, member, _seed(phase, index, task_id), sampler.max_tokens, phase.policy_version)
+        for index, task_id in enumerate(task_ids)
+        for member in range(group_size)
+    ]
     waiting = deque(enumerate(episodes))
     running: dict[Stream, Episode] = {}
-    idle_envs: list[Any] = []
+    envs: list[Any] = []
+
+    def retire(episode: Episode) -> None:
+        envs.append(episode.env)
+        episode.env = None
+        if on_episode is not None:
+            on_episode(episode)
+
     while waiting or running:
-        started = time.perf_counter()
-        while waiting and sampler.free:
-            number, episode = waiting.popleft()
-            episode.env = idle_envs.pop() if idle_envs else make_env()
-            prompt = episode.begin()
-            if prompt is None:
-                _retire(episode, idle_envs, on_episode)
-                continue
-            key = (phase.purpose, phase.step, number // group_size, episode.task_id, episode.member)
-            uniforms = generator(phase.run_seed, "sampler", *key).random(sampler.max_tokens)
-            running[sampler.open(prompt, uniforms)] = episode
-        middle = time.perf_counter()
-        finished = sampler.tick()
-        spent["environment"] += middle - started
-        started = time.perf_counter()
-        spent["sampler"] += started - middle
-        for sampled in finished:
-            episode = running[sampled.stream]
-            reply = episode.advance(sampled)
-            if reply is None:
-                sampler.close(sampled.stream)
-                del running[sampled.stream]
-                _retire(episode, idle_envs, on_episode)
-            elif reply[1]:
-                sampler.restart(sampled.stream, reply[0])
-            else:
-                sampler.extend(sampled.stream, reply[0])
-        spent["environment"] += time.perf_counter() - started
-    for env in idle_envs:
+        with _timed(spent, "environment"):
+            while waiting and sampler.free:
+                number, episode = waiting.popleft()
+                episode.env = envs.pop() if envs else make_env()
+                prompt = episode.begin()
+                if prompt is None:
+                    retire(episode)
+                else:
+                    running[sampler.open(prompt, _uniforms(phase, number // group_size, episode, sampler))] = episode
+        with _timed(spent, "sampler"):
+            finished = sampler.tick()
+        with _timed(spent, "environment"):
+            for sampled in finished:
+                if _advance(running[sampled.stream], sampled, sampler):
+                    retire(running.pop(sampled.stream))
+    for env in envs:
         env.close()
-    records = [episode.trajectory for episode in episodes]
-    assert all(record is not None for record in records)
-    groups = [
-        Group(task_id, [r for r in records[i * group_size : (i + 1) * group_size] if r is not None])
-        for i, task_id in enumerate(task_ids)
-    ]
-    return groups, spent
+    return _groups(task_ids, group_size, episodes), spent
 
 
-def _retire(episode: Episode, idle_envs: list[Any], on_episode: Callable[[Episode], None] | None) -> None:
-    idle_envs.append(episode.env)
-    episode.env = None
-    if on_episode is not None:
-        on_episode(episode)
+def _advance(episode: Episode, sampled: Sampled, sampler: Sampler) -> bool:
+    """Act on a sampled turn and ask for the next one; True if the episode has ended."""
+    reply = episode.advance(sampled)
+    if reply is None:
+        sampler.close(sampled.stream)
+        return True
+    ids, forks = reply
+    (sampler.restart if forks else sampler.extend)(sampled.stream, ids)
+    return False
+
+
+def _seed(phase: Phase, index: int, task_id: str) -> int:
+    """Seed of the environment and its user, the same for all siblings."""
+    return seed_for(phase.run_seed, "environment", phase.purpose, phase.step, index, task_id)
+
+
+def _uniforms(phase: Phase, index: int, episode: Episode, sampler: Sampler) -> np.ndarray:
+    """One number in [0, 1) for each id the episode may sample, keyed by what it is for."""
+    key = (phase.purpose, phase.step, index, episode.task_id, episode.member)
+    return generator(phase.run_seed, "sampler", *key).random(sampler.max_tokens)
+
+
+def _groups(task_ids: Sequence[str], group_size: int, episodes: Sequence[Episode]) -> list[Group]:
+    records = [episode.trajectory for episode in episodes if episode.trajectory is not None]
+    assert len(records) == len(episodes), "an episode has not ended"
+    return [Group(task_id, records[i * group_size : (i + 1) * group_size]) for i, task_id in enumerate(task_ids)]
+
+
+@contextmanager
+def _timed(spent: dict[str, float], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    spent[name] += time.perf_counter() - started

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from sinkflex.envs.env import Action, Message
 from sinkflex.policy.chat import Chat
-from sinkflex.policy.sampler import Sampled
+from sinkflex.policy.sampler import Sampled, Stream
 from sinkflex.rollout.episode import Episode
 from sinkflex.trajectory import Trajectory
 
@@ -80,9 +82,10 @@ def encode(dialogue: Dialogue, chat: Chat, max_tokens: int) -> Trajectory:
     """Return the dialogue as the trajectory a policy would have left had it sampled these actions (log-probs are 0)."""
     episode = Episode(_Replay(dialogue), chat, dialogue.task_id, 0, dialogue.seed, max_tokens, policy_version=-1)
     episode.begin()
+    stream = Stream(slot=-1, uniforms=np.empty(0), pending=[])
     for action, _ in dialogue.exchanges:
         ids = chat.action_ids(action)
-        if episode.advance(Sampled(None, ids, [0.0] * len(ids), "stop")) is None:
+        if episode.advance(Sampled(stream, ids, [0.0] * len(ids), "stop")) is None:
             break
     assert episode.trajectory is not None
     return episode.trajectory
