@@ -153,6 +153,12 @@ def bench_step(
     return _bench("step", as_json, rho=rho, budget=budget, **({"tokens": tuple(tokens)} if tokens else {}))
 
 
+@command(bench_app, "env")
+def bench_env(as_json: AsJson = False, debug: Debug = False) -> Any:
+    """Measure environments: reset, step, memory of 256 live ones."""
+    return _bench("env", as_json)
+
+
 @command(tasks_app, "list")
 def list_tasks(as_json: AsJson = False, debug: Debug = False) -> Any:
     """List the domains and their splits, with the number of tasks."""

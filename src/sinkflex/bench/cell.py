@@ -57,12 +57,12 @@ def peak_rise(call: Callable[[], object]) -> int | None:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     call()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
-def _resident(name: str) -> int:
+def resident(name: str) -> int:
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
