@@ -74,7 +74,7 @@ class AirlineUser(SlotUser):
 
     def ids(self, text: str) -> set[str]:
         """Return reservation ids, flight numbers and payment ids."""
-        reservations = template("airline").tools.db.reservations
+        reservations = _database().reservations
         codes = {code.lower() for code in _RESERVATION.findall(text) if code in reservations}
         return codes | set(_OTHER_ID.findall(text.lower()))
 
@@ -86,7 +86,7 @@ def _write(name: str, arguments: Mapping[str, Any]) -> Write:
     if name == "book_reservation":
         return _booking(arguments)
     reservation_id = arguments["reservation_id"]
-    database = template("airline").tools.db
+    database = _database()
     now = database.reservations.peek(reservation_id)
     must, may = [reservation_id.lower()], {flight.flight_number.lower() for flight in now.flights}
     slots, choices = {"reservation": reservation_id}, {}
@@ -114,7 +114,7 @@ def _write(name: str, arguments: Mapping[str, Any]) -> Write:
 
 
 def _booking(arguments: Mapping[str, Any]) -> Write:
-    user = template("airline").tools.db.users.peek(arguments["user_id"])
+    user = _database().users.peek(arguments["user_id"])
     payments = [method["payment_id"] for method in arguments["payment_methods"]]
     names = listing(who["first_name"] for who in arguments["passengers"])
     flight_type, cabin = arguments["flight_type"].replace("_", " "), arguments["cabin"].replace("_", " ")
@@ -151,3 +151,8 @@ def _passengers(passengers: list[Mapping[str, str]]) -> str:
 def _bags(arguments: Mapping[str, Any]) -> str:
     count = arguments["total_baggages"]
     return f"{count or 'no'} checked bag{'' if count == 1 else 's'}" + (" in total" if count else "")
+
+
+def _database() -> Any:
+    tools: Any = template("airline").tools
+    return tools.db

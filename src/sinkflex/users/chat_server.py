@@ -88,11 +88,11 @@ class ChatServer:
                 time.sleep(min(wait, MAX_WAIT_SECONDS))
                 wait *= 2
             try:
-                status, headers, data = self._post(request)
+                status, retry_after, data = self._post(request)
                 _check_status(status, data)
                 return read(_message(data))
             except _Busy as busy:
-                problem, wait = str(busy), max(wait, _seconds(headers.get("Retry-After", "")))
+                problem, wait = str(busy), max(wait, _seconds(retry_after))
             except _Refused as refused:
                 raise EnvironmentFault(f"the server {self.url} refuses model {self.model!r}: {refused}") from None
             except (OSError, http.client.HTTPException, Unusable) as error:
@@ -102,7 +102,7 @@ class ChatServer:
             f"seconds (the last: {problem}). Does it run? It should list its models at {self.url}/models"
         )
 
-    def _post(self, request: bytes) -> tuple[int, Mapping[str, str], bytes]:
+    def _post(self, request: bytes) -> tuple[int, str, bytes]:
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         assert parts.hostname is not None
@@ -119,7 +119,7 @@ class ChatServer:
             data = response.read(MAX_BYTES + 1)
             if len(data) > MAX_BYTES:
                 raise Unusable(f"more than {MAX_BYTES} bytes")
-            return response.status, response.headers, data
+            return response.status, response.headers.get("Retry-After", ""), data
         finally:
             connection.close()
 

@@ -134,21 +134,26 @@ def _counted(items: Sequence[str]) -> str:
 
 def _customer(task: Any) -> Any:
     """Return the customer's record: the owner of an order or profile that gold changes, None if it changes nothing."""
-    database = template("retail").tools.db
+    users = _database().users
     for action in task.evaluation_criteria.actions or ():
         if "user_id" in action.arguments:
-            return database.users.peek(action.arguments["user_id"])
+            return users.peek(action.arguments["user_id"])
         if action.name in KINDS:
-            return database.users.peek(_order(action.arguments["order_id"]).user_id)
+            return users.peek(_order(action.arguments["order_id"]).user_id)
     return None
 
 
 def _order(order_id: str) -> Any:
-    return template("retail").tools.db.orders.peek(order_id)
+    return _database().orders.peek(order_id)
 
 
 @cache
 def _catalogue() -> dict[str, tuple[Any, Mapping[str, str]]]:
     """Return the product and the options of every item, sold or in stock, by item id."""
-    products: Iterable[Any] = template("retail").tools.db.products.values()
+    products: Iterable[Any] = _database().products.values()
     return {id: (product, variant.options) for product in products for id, variant in product.variants.items()}
+
+
+def _database() -> Any:
+    tools: Any = template("retail").tools
+    return tools.db
