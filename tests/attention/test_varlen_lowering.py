@@ -110,7 +110,7 @@ def test_the_operators_accept_our_arguments() -> None:
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
     q, k = (torch.empty(3, heads, 64, 16, device="meta") for heads in (8, 2))
     call = aten.Call((0, 64), (0, 64), window=1)
-    out, lse = aten._forward(q, k, k, call, 0.25)
+    out, lse = aten._forward([q, k, k], call, 0.25)
     assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
-    grads = aten._backward(out, out, lse, q, k, k, call, 0.25)
+    grads = aten._backward([out, out, lse, q, k, k], call, 0.25)
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]

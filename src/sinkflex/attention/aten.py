@@ -70,8 +70,8 @@ def forward(
     """
     out, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), q.new_zeros(q.shape[:2])
     for call in _calls(plan, window, q.device):
-        rows = _take(q, call.queries), _take(k, call.keys), _take(v, call.keys)
-        part, part_lse = _forward(*(x.transpose(1, 2) for x in rows), call, scale)
+        rows = [_take(x, index) for x, index in ((q, call.queries), (k, call.keys), (v, call.keys))]
+        part, part_lse = _forward([x.transpose(1, 2) for x in rows], call, scale)
         part, part_lse = part.transpose(1, 2), part_lse.transpose(1, 2)
         if call.first:
             _put(out, call, part)
@@ -100,16 +100,15 @@ def backward(
             rows[0].view(-1, *d_out.shape[1:]).index_fill_(0, call.filler, 0.0)
             rows[2].view(-1, *lse.shape[1:]).index_fill_(0, call.filler, torch.inf)
         rows += [_take(x, call.keys) for x in (k, v)]
-        parts = _backward(*(x.transpose(1, 2) for x in rows), call, scale)
+        parts = _backward([x.transpose(1, 2) for x in rows], call, scale)
         for grad, part, index in zip(grads, parts, (call.queries, call.keys, call.keys), strict=True):
             _add(grad, index, part.transpose(1, 2))
     return grads
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(qkv: list[torch.Tensor], call: Call, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator: q [n, H, R, D], k and v [n, K, S, D] to out [n, H, R, D] and log-sum-exp [n, H, R]."""
+    q, k, v = qkv
     mask = _window_mask(call.window, q.dtype, q.device)
     if q.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -121,16 +120,9 @@ def _forward(
     return out, lse[:, :, : q.shape[2]]
 
 
-def _backward(
-    d_out: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: Call,
-    scale: float,
-) -> tuple[torch.Tensor, ...]:
+def _backward(rows: list[torch.Tensor], call: Call, scale: float) -> tuple[torch.Tensor, ...]:
+    """Its backward: d_out, out, log-sum-exp, q, k, v to d_q, d_k, d_v."""
+    d_out, out, lse, q, k, v = rows
     mask = _window_mask(call.window, q.dtype, q.device)
     if q.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -136,11 +136,12 @@ class GroupCache:
             )
         (member, token), slot, seen = tick.plans[None]
         own[:, member, :, slot] = new[:, member, :, token]
-        parts = [piece(q, *own[:, :, :, : tick.longest], scale, seen)]
+        k, v = own[:, :, :, : tick.longest]
+        parts = [piece(q, k, v, scale, seen)]
         if prompt is not None:
             members, heads, tokens, size = q.shape
             together = q.transpose(0, 1).reshape(1, heads, members * tokens, size)
-            out, lse = piece(together, *prompt, scale)
+            out, lse = piece(together, prompt[0], prompt[1], scale)
             shape = (heads, members, tokens)
             parts.append((out.view(*shape, size).transpose(0, 1), lse.view(shape).transpose(0, 1)))
         return parts
@@ -156,11 +157,11 @@ class GroupCache:
             tick.plans[window] = self._ring_plan(window)
         (member, token), slot, seen = tick.plans[window]
         if q.shape[2] > 1:
-            parts = [piece(q, *torch.cat([ring, new], 3), scale, seen)]
+            k, v = torch.cat([ring, new], 3)
             ring[:, member, :, slot] = new[:, member, :, token]
-            return parts
+            return [piece(q, k, v, scale, seen)]
         ring[:, member, :, slot] = new[:, member, :, token]
-        return [piece(q, *ring, scale, seen)]
+        return [piece(q, ring[0], ring[1], scale, seen)]
 
     def _ring_plan(self, window: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
         """Which new tokens to store, in which slot of the ring, and which slots and new tokens each one sees."""
@@ -259,7 +260,7 @@ def piece(q: Tensor, k: Tensor, v: Tensor, scale: float | None, seen: Tensor | N
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(rows, k, v, attn_mask=mask, scale=scale)
     else:
-        scores = (rows @ k.mT).to(exact) * scale
+        scores = (rows @ k.mT).to(exact).mul(scale)
         scores = scores if mask is None else scores + mask
         lse = scores.logsumexp(-1)
         out = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp().to(v.dtype) @ v

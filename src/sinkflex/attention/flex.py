@@ -14,7 +14,9 @@ Shape letters: B rows, H query heads, K key heads, T tokens of a row, D head siz
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +68,7 @@ def filled_length(tokens: int) -> int:
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> object:
+def _compiled() -> Callable[..., Any]:
     """Uncompiled, FlexAttention would form all scores."""
     return torch.compile(flex_attention)
 

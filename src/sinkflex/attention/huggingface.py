@@ -70,10 +70,11 @@ def plan_attention(
     if key.shape[2] != query.shape[2]:  # a cache holds the first keys
         if plan is not None:
             raise ValueError(f"{where} has a plan for {key.shape[2]} cached keys; pass use_cache=False with a plan")
+        assert not isinstance(attention_mask, Plan)
         out = cached_attention(query, key, value, s_aux, scaling, sliding_window, attention_mask)
     else:
-        if plan is None:
-            plan = attention_mask if attention_mask is not None else _plan_from_positions(query, position_ids)
+        assert not isinstance(attention_mask, torch.Tensor)
+        plan = plan or attention_mask or _plan_from_positions(query, position_ids)
         out = sink_attention(query, key, value, plan, s_aux, scaling, sliding_window, backend)
     return out.transpose(1, 2), None
 
@@ -109,7 +110,7 @@ def _plan_from_positions(query: torch.Tensor, position_ids: torch.Tensor | None)
     fresh[:, 0] = True
     if position_ids is not None:
         fresh[:, 1:] = (torch.diff(position_ids.expand(batch, -1)) != 1).cpu().numpy()
-    return Plan.from_lengths(np.diff(np.flatnonzero(np.append(fresh, True))))
+    return Plan.from_lengths(np.diff(np.flatnonzero(np.append(fresh, True))).tolist())
 
 
 @torch.no_grad()

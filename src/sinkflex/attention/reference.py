@@ -44,7 +44,7 @@ def reference_attention(
     queries, keys, values = flat[0], flat[1].repeat_interleave(group, 0), flat[2].repeat_interleave(group, 0)
     scale = size**-0.5 if scale is None else scale
     seen = visible(plan, window)
-    scores = (queries @ keys.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
+    scores = (queries @ keys.transpose(1, 2)).mul(scale).masked_fill(~seen, -torch.inf)
     if sinks is None:
         sinks = torch.full((heads,), -torch.inf)
     column = sinks.double().reshape(heads, -1, 1).expand(-1, batch * tokens, 1)

@@ -60,12 +60,12 @@ def sink_attention(
     """
     _check(q, k, v, plan, sinks)
     _check_backend(q, backend)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if backend == "flex":
         from sinkflex.attention import flex
 
-        return flex.attention(q, k, v, sinks, plan, window, scale)
-    return _SinkAttention.apply(q, k, v, sinks, plan, window, scale)
+        return flex.attention(q, k, v, sinks, plan, window, factor)
+    return _SinkAttention.apply(q, k, v, sinks, plan, window, factor)
 
 
 class _SinkAttention(torch.autograd.Function):
