@@ -29,6 +29,17 @@ def test_a_malformed_call_is_an_error_and_never_a_text_for_the_user(format: str,
     assert action.text is None and not action.tool_calls
 
 
+@pytest.mark.parametrize("value", [r'"\ud800"', r'{"\udfff": 1}', "NaN", "-Infinity", "1e999", "9" * 5000, "[" * 99999])
+def test_arguments_that_python_reads_but_no_file_can_hold_are_an_error(value: str) -> None:
+    for action in (
+        parse_compact(f'<|call|>f {{"a": {value}}}'),
+        parse_hermes(f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>'),
+    ):
+        assert action.error and not action.tool_calls
+        action.error.encode()
+    assert parse_hermes(r'<tool_call>{"name": "\ud800", "arguments": "["}</tool_call>').error.encode()  # type: ignore
+
+
 def test_several_calls_keep_their_order_and_get_ids_of_their_own() -> None:
     for action in (
         parse_compact('<|call|>a {"x": 1}<|call|>b {}'),

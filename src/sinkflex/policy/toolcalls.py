@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 from sinkflex.envs.env import Action, ToolCall
 
@@ -45,8 +46,8 @@ def parse_hermes(text: str) -> Action:
     calls = []
     for index, body in enumerate(bodies):
         try:
-            value = json.loads(body)
-        except (json.JSONDecodeError, RecursionError) as error:
+            value = _strict_json(body)
+        except (ValueError, RecursionError) as error:
             return Action(error=f"tool call {index + 1} is not valid JSON: {error}")
         if not isinstance(value, dict):
             return Action(error=f"tool call {index + 1} must be a JSON object with name and arguments")
@@ -63,12 +64,24 @@ def _call(name: object, arguments: str, index: int) -> ToolCall | str:
     if not isinstance(name, str) or not name:
         return f"tool call {index + 1} has no name"
     try:
-        value = json.loads(arguments)
-    except (json.JSONDecodeError, RecursionError) as error:
+        value = _strict_json(arguments)
+    except (ValueError, RecursionError) as error:
         return f"the arguments of {name[:60]} are not valid JSON: {error}"
     if not isinstance(value, dict):
         return f"the arguments of {name[:60]} must be a JSON object"
     return ToolCall(name=name, arguments=value, id=f"call_{index}")
+
+
+def _strict_json(text: str) -> Any:
+    """Return the value, if it can be written again: Python also reads NaN, 1e999 and halves of a surrogate pair.
+
+    Raises:
+        ValueError: it cannot, or the text is no JSON at all.
+        RecursionError: it is nested too deeply.
+    """
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
 
 
 PARSERS: dict[str, Callable[[str], Action]] = {"compact": parse_compact, "hermes": parse_hermes}
