@@ -148,6 +148,30 @@ def test_groups_without_advantage_add_nothing_and_are_skipped() -> None:
     assert_equal(gradient(silent) * sum(tokens[:4]) / sum(tokens), halved)
 
 
+@pytest.mark.parametrize("count_zero_groups", [False, True])
+def test_means_are_over_the_tokens_that_were_computed(count_zero_groups: bool) -> None:
+    """A silent group, and a silent member of a live one: nothing is computed for them, so they are in no mean."""
+    rows = [replace(r, behavior_logprobs=r.behavior_logprobs * 0) for r in some_rows()]
+    silent = [replace(r, advantages=r.advantages * 0) if r.group_index or r is rows[1] else r for r in rows]
+    learner = Learner(copy.deepcopy(tiny_policy().model), LearnerConfig(), 1, 1.0)
+    loss = GRPO({"count_zero_groups": count_zero_groups}, 64).loss
+    found = learner.update(silent, loss, Needs(), count_zero_groups)
+    alone = Learner(copy.deepcopy(tiny_policy().model), LearnerConfig(), 1, 1.0)
+    expected = alone.update([rows[0], *rows[2:4]], loss, Needs(), count_zero_groups)
+    for name in ("ratio", "clipped", "entropy"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+def test_a_row_without_advantage_still_counts_among_the_tokens_of_its_trajectory() -> None:
+    row = some_rows()[0]
+    first = row.loss_mask & (np.arange(len(row)) < len(row) - 1)
+    last = row.loss_mask & ~first
+    whole = replace(row, advantages=np.where(first, row.advantages, 0))
+    split = [replace(whole, loss_mask=mask, advantages=np.where(mask, whole.advantages, 0)) for mask in (first, last)]
+    for aggregation in AGGREGATIONS:
+        assert_equal(gradient([whole], aggregation=aggregation), gradient(split, aggregation=aggregation))
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [("clip_low", 0.9), ("clip_high", 5.0), ("entropy_coefficient", 0.1), ("aggregation", "sequence_mean")],

@@ -71,15 +71,14 @@ class Learner:
             count_zero_groups: count groups whose advantages are all 0 in the denominators.
 
         Returns:
-            loss, gradient norm, means over counted tokens, and how much was computed.
+            loss, gradient norm, means over the sampled tokens that were computed, and how much that was.
         """
         live = {row.group_index for row in rows if np.any(row.advantages)}
         counted = rows if count_zero_groups else [row for row in rows if row.group_index in live]
-        computed = (
-            counted
-            if needs.reference is not None or needs.entropy
-            else [row for row in counted if np.any(row.advantages)]
-        )
+        computed = counted
+        if needs.reference is None and not needs.entropy:
+            moving = {row.trajectory_index for row in counted if np.any(row.advantages)}
+            computed = [row for row in counted if row.trajectory_index in moving]
         tokens = sum(int(row.loss_mask.sum()) for row in counted)
         trajectories = len({row.trajectory_index for row in counted})
         sums: dict[str, float] = {}
@@ -99,7 +98,9 @@ class Learner:
                 fold = max if name.endswith("_max") else float.__add__
                 sums[name] = fold(sums.get(name, 0.0), float(amount))
         self.model.eval()
-        return self._apply(sums, tokens, raw, unique)
+        read = sum(int(row.loss_mask.sum()) for row in computed)
+        means = {k: v if k == "loss" or k.endswith("_max") else v / read for k, v in sums.items()}
+        return {**means, **self._apply(bool(computed)), "tokens": tokens, "row_tokens": raw, "unique_tokens": unique}
 
     def loss_inputs(self, batch: Batch, needs: Needs, tokens: int, trajectories: int) -> LossInputs:
         """Run the model over a batch and gather what losses see, [N] over all sampled tokens of its rows."""
@@ -141,12 +142,12 @@ class Learner:
         scale = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[config.schedule]
         return config.learning_rate * scale
 
-    def _apply(self, sums: dict[str, float], tokens: int, raw: int, unique: int) -> dict[str, float]:
+    def _apply(self, any_gradient: bool) -> dict[str, float]:
         learning_rate = self.learning_rate()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         norm = 0.0
-        if raw:
+        if any_gradient:
             norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm))
             if not math.isfinite(norm):
                 raise FloatingPointError(
@@ -154,15 +155,7 @@ class Learner:
                 )
             self.optimizer.step()
         self.updates += 1
-        means = {k: v if k in ("loss",) or k.endswith("_max") else v / max(tokens, 1) for k, v in sums.items()}
-        return {
-            **means,
-            "gradient_norm": norm,
-            "learning_rate": learning_rate,
-            "tokens": tokens,
-            "row_tokens": raw,
-            "unique_tokens": unique,
-        }
+        return {"gradient_norm": norm, "learning_rate": learning_rate}
 
 
 def node_logprobs(
