@@ -45,8 +45,8 @@ class RunConfig(Section):
     """Run directory; runs/<name> if empty. One that exists is continued."""
     seed: CountOrZero = 0
     """Seed of every random stream."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """Where tensors live; auto takes a GPU if there is one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live; auto takes a CUDA GPU if there is one."""
     threads: CountOrZero = 0
     """CPU threads of torch; 0 leaves the choice to torch."""
     deterministic: bool = True
@@ -126,7 +126,7 @@ class TasksConfig(Section):
     """Task tags that define a bucket (variance sampling)."""
     ema: Fraction = 0.3
     """Weight of the newest pass rate in a bucket's moving average (variance sampling)."""
-    floor: Fraction = 0.02
+    floor: Annotated[float, Field(gt=0, le=1)] = 0.02
     """Least weight of a bucket, so that none is forgotten (variance sampling)."""
 
 
@@ -291,7 +291,8 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
     yield (
         config.model.path == "tiny" and rollout.max_tokens > tiny.max_tokens,
         f"rollout.max_tokens = {rollout.max_tokens} is more than the model accepts, model.tiny.max_tokens = "
-        f"{tiny.max_tokens}. Type rollout.max_tokens = {tiny.max_tokens} or less.",
+        f"{tiny.max_tokens}. Type rollout.max_tokens = {tiny.max_tokens} or less, or model.tiny.max_tokens = "
+        f"{rollout.max_tokens}.",
     )
     yield (
         rollout.max_turn_tokens >= rollout.max_tokens,

@@ -31,17 +31,15 @@ class Policy:
 
 
 def device_of(run: RunConfig) -> torch.device:
-    """Return the device a run asks for; "auto" prefers CUDA, then MPS.
+    """Return the device a run asks for; "auto" prefers CUDA. There are no kernels with sinks for other GPUs.
 
     Raises:
         ValueError: the device is not there.
     """
-    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if run.device == "auto":
-        return torch.device(next(name for name, there in found.items() if there))
-    if not found[run.device]:
-        raise ValueError(f"run.device is {run.device}, but torch sees none: use --set run.device=auto")
-    return torch.device(run.device)
+    cuda = torch.cuda.is_available()
+    if run.device == "cuda" and not cuda:
+        raise ValueError("run.device is cuda, but torch sees none: use --set run.device=auto")
+    return torch.device("cuda" if cuda and run.device != "cpu" else "cpu")
 
 
 def new_policy(config: Config, texts: Callable[[], Iterable[str]]) -> Policy:
@@ -61,7 +59,7 @@ def load_policy(config: Config, folder: Path) -> Policy:
     """Load a policy from a Hugging Face folder on this machine; nothing is downloaded.
 
     Raises:
-        ValueError: the folder is missing or is no model.
+        ValueError: the folder is missing, is no model, or lacks some of its weights.
     """
     if not (folder / "config.json").is_file():
         found = f"{folder} has no config.json" if folder.is_dir() else f"{folder} is no folder"
@@ -69,14 +67,16 @@ def load_policy(config: Config, folder: Path) -> Policy:
     trust = config.model.trust_remote_code
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust, dtype=torch.float32
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust, dtype=torch.float32, output_loading_info=True
         )
         for how in ("is_local", "local_files_only"):  # how it was loaded, not what it is
             tokenizer.init_kwargs.pop(how, None)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # a broken folder fails in any of a dozen ways
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"model.path: {folder} cannot be loaded as a causal language model: {reason}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"model.path: {folder} lacks weights, which would be random: {', '.join(missing[:3])} ...")
     return _prepare(config, model, tokenizer)
 
 
