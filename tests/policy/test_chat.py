@@ -25,13 +25,23 @@ CONVERSATION = (
 )
 
 
-def chat(template: str | None = None) -> Chat:
+# Calls as Hermes and Qwen write them, and a line break after the token that ends a turn.
+CHATML = """\
+{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>
+{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}
+</tool_call>{% endfor %}<|end|>
+{% endfor %}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+
+
+def chat(template: str | None = None, tools: list[dict] | None = None, eos: str | None = "<|end|>") -> Chat:
     tokenizer = tiny_policy().tokenizer
     if template is None:
         return Chat(tokenizer, "Be kind.", TOOLS)
-    copy = type(tokenizer)(tokenizer_object=tokenizer._tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
+    copy = type(tokenizer)(tokenizer_object=tokenizer._tokenizer, eos_token=eos, pad_token="<|pad|>")
     copy.chat_template = template
-    return Chat(copy, "", [])
+    return Chat(copy, "", tools or [])
 
 
 def ids_turn_by_turn(format: Chat) -> tuple[list[int], list[bool], list[Message]]:
@@ -47,8 +57,9 @@ def ids_turn_by_turn(format: Chat) -> tuple[list[int], list[bool], list[Message]
     return ids, forked, history
 
 
-def test_ids_added_turn_by_turn_equal_the_template_rendered_at_once() -> None:
-    format = chat()
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_ids_added_turn_by_turn_equal_the_template_rendered_at_once(template: str | None) -> None:
+    format = chat(template, TOOLS)
     ids, forked, history = ids_turn_by_turn(format)
     assert ids == format.start(history)
     assert not any(forked)
@@ -93,3 +104,21 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
     bare = type(tokenizer)(tokenizer_object=tokenizer._tokenizer, eos_token="<|end|>")
     with pytest.raises(ValueError, match="no chat template"):
         Chat(bare, "", [])
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "line"),
+    [
+        (CHATML, None, "no eos_token"),
+        (CHATML, "<|pad|>", r"ends no assistant turn with the tokenizer's eos_token <\|pad\|>"),
+        (CHATML.replace("tool_call>", "function_call>"), "<|end|>", "no parser reads"),
+        (CHATML.replace("c.function.arguments}", "{}}"), "<|end|>", "no parser reads"),
+        (CHATML.replace("{{ m.content }}", ""), "<|end|>", "changes what the assistant says"),
+        ("{{ raise_exception('no system, please') }}", "<|end|>", "refuses the conversation: no system, please"),
+    ],
+)
+def test_a_template_whose_actions_cannot_be_read_back_is_refused_at_once(
+    template: str, eos: str | None, line: str
+) -> None:
+    with pytest.raises(ValueError, match=line):
+        chat(template, TOOLS, eos)

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from sinkflex.envs.env import Action, Message
+from sinkflex.envs.env import Action, Message, ToolCall
 from sinkflex.policy.toolcalls import parser_for
 
 # A template that holds this comment promises that what a reply adds depends on the reply alone. A short stand-in for
@@ -38,11 +39,16 @@ class Chat:
         tokenizer: a Hugging Face tokenizer with a chat template and an end-of-turn token (`eos_token`).
         system: the system text ("" for none).
         tools: tool schemas in OpenAI form, passed to the template.
+
+    Raises:
+        ValueError: no template or end-of-turn token, or actions in the template's form cannot be read back.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str, tools: Sequence[dict[str, Any]]) -> None:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template: use an instruction-tuned model folder")
+        if tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no eos_token: name the token that ends a turn in tokenizer_config.json")
         self.tokenizer = tokenizer
         self.stop_ids = (int(tokenizer.eos_token_id),)
         self._stop = str(tokenizer.eos_token)
@@ -51,6 +57,7 @@ class Chat:
         self._parse = parser_for(str(tokenizer.chat_template))
         self._extensions: dict[tuple[Any, ...], list[int]] = {}
         self._append_only = APPEND_ONLY in str(tokenizer.chat_template)
+        self._require_readable_actions()
         if self._append_only:
             for k in (1, 3, 5):
                 whole = self._difference(_PROBE[: k + 1], (_PROBE[k + 1],), "stop")
@@ -98,8 +105,29 @@ class Chat:
         before = self._render(_PROBE[:1], generation=True, head=False)
         after = self._render((*_PROBE[:1], assistant_message(action)), generation=False, head=False)
         assert after.startswith(before), "the template's generation prompt is no prefix of an assistant turn"
-        text = after[len(before) :]
-        return self._encode(text[: text.rindex(self._stop) + len(self._stop)])
+        turn, stop, _ = after[len(before) :].rpartition(self._stop)
+        if not stop:
+            raise ValueError(
+                f"the chat template ends no assistant turn with the tokenizer's eos_token {self._stop}, but writes "
+                f"{after[len(before) :]!r}: set eos_token in tokenizer_config.json to the token that ends a turn"
+            )
+        return self._encode(turn + stop)
+
+    def _require_readable_actions(self) -> None:
+        """Refuse a template whose assistant turns do not stop, or whose calls would be taken for words to the user."""
+        text = Action(text="Some text.")
+        if not str(self.parse(self.action_ids(text), "stop").text).endswith(str(text.text)):
+            raise ValueError("the chat template changes what the assistant says: use another model folder")
+        for tool in (self._tools or [])[:1]:
+            call = Action(tool_calls=(ToolCall(tool["function"]["name"], {"id": "1"}, "call00000"),))
+            ids = self.action_ids(call)
+            if [(c.name, c.arguments) for c in self.parse(ids, "stop").tool_calls] != [
+                (c.name, c.arguments) for c in call.tool_calls
+            ]:
+                raise ValueError(
+                    f"the chat template writes a tool call as {self.tokenizer.decode(ids)!r}, which no parser reads: "
+                    "use a model that writes <tool_call>{...}</tool_call>, as Qwen does"
+                )
 
     def _difference(
         self, history: Sequence[Message], reply: tuple[Message, ...], finish: str, head: bool = True
@@ -114,12 +142,15 @@ class Chat:
         return closing + after[len(before) :]
 
     def _render(self, messages: Sequence[Message], generation: bool, head: bool = True) -> str:
-        text = self.tokenizer.apply_chat_template(
-            (self._head if head else []) + [_template_form(m) for m in messages],
-            tools=self._tools if head else None,
-            tokenize=False,
-            add_generation_prompt=generation,
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                (self._head if head else []) + [_template_form(m) for m in messages],
+                tools=self._tools if head else None,
+                tokenize=False,
+                add_generation_prompt=generation,
+            )
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template refuses the conversation: {error}") from error
         assert isinstance(text, str)
         return text
 
