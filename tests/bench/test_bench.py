@@ -1,0 +1,86 @@
+"""The benchmarks: cells run in their own process, refusals are rows, bars are judged, charts are well-formed."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from sinkflex.bench import attention, cell, step
+from sinkflex.bench.chart import log_chart
+
+
+def test_a_cell_runs_in_its_own_process_and_saves_linear_memory() -> None:
+    row = cell.in_own_process(
+        "sinkflex.bench.attention", {"section": "layer", "path": "sink_plan", "tokens": 256, "window": 128}
+    )
+    assert row["seconds"] > 0
+    assert (
+        row["saved_bytes"] == 256 * (attention.HEADS * attention.SIZE + attention.HEADS) * 4
+    )  # out and its log-sum-exp
+
+
+def test_a_cell_that_fails_is_a_row_that_says_why() -> None:
+    row = cell.in_own_process("sinkflex.bench.attention", {"section": "path", "path": "sdpa"})
+    assert "does not support" in row["refused"]
+    assert "refused: ValueError" in attention.table([row])
+
+
+def test_eager_keeps_the_square_and_ours_does_not() -> None:
+    eager, ours = (
+        attention.measure({"section": "layer", "path": path, "tokens": 512, "window": None})["saved_bytes"]
+        for path in attention.PATHS
+    )
+    assert eager > 512 * 512 * attention.HEADS * 4 > 5 * ours
+
+
+def test_a_step_has_the_same_loss_at_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = step.config_of
+    monkeypatch.setattr(step, "config_of", lambda heads: full(layers=2, hidden=32, heads=heads, vocabulary=500))
+    rows = [
+        {"section": "step", "tokens": 64, "heads": 8, **stage}
+        | step.measure({"tokens": 64, "heads": 8, "measure_saved": True, **stage})
+        for stage in step.STAGES
+    ]
+    assert all(row["nll"] == pytest.approx(rows[0]["nll"], rel=1e-5) for row in rows)
+    assert rows[-1]["saved_bytes"] < rows[0]["saved_bytes"]
+    assert all(stage["loss"] in step.table(rows) for stage in step.STAGES)
+    ElementTree.fromstring(step.plot(rows))
+
+
+def test_bars_are_met_or_missed() -> None:
+    rows = [
+        {
+            "section": "layer",
+            "path": path,
+            "tokens": 4096,
+            "window": window,
+            "seconds": s,
+            "saved_bytes": b,
+            "peak_bytes": b,
+        }
+        for path, s, b in (("eager", 11.0, 590), ("sink_plan", 1.0, 10))
+        for window in (None, attention.WINDOW)
+    ]
+    judged = {bar["bar"]: bar["measured"] for bar in attention.bars(rows)}
+    assert judged["saved bytes of both layers, 4096"] == 59
+    assert judged["time of both layers, 4096"] == 11
+    lines = attention.table(rows).splitlines()
+    assert sum("MISSED" in line for line in lines) == sum(line.endswith(" met") for line in lines) == 1
+
+
+def test_the_peak_of_a_call_is_what_it_allocates() -> None:
+    rise = cell.peak_rise(lambda: torch.ones(2**24).sum())
+    if rise is None:
+        pytest.skip("this kernel does not reset its high-water mark")
+    assert 0.9 * 2**26 <= rise <= 1.5 * 2**26
+
+
+def test_a_chart_is_well_formed_and_names_its_lines() -> None:
+    chart = log_chart(
+        "a < b", "tokens", "MB", {"ours": [(1024, 3.0), (2048, 6.0)], "eager": [(1024, 40.0)], "none": []}
+    )
+    root = ElementTree.fromstring(chart)
+    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert {"a < b", "tokens", "MB", "ours", "eager", "1024", "2048"} <= set(texts) and "none" not in texts
