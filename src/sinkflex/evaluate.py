@@ -40,7 +40,8 @@ def evaluate(
     set_up_torch(config)
     policy, where = open_policy(config, source)
     task_ids = [task.task_id for task in scored_tasks(config.env.domain, split)]
-    groups = roll_out(config, policy, task_ids, trials, temperature, f"evaluation/{split}")
+    phase = Phase(f"evaluation/{split}", config.run.seed, 0, policy_version=0, temperature=temperature, trials=True)
+    groups = roll_out(config, policy, task_ids, trials, phase)
     if save is not None:
         write_trajectories(save, groups)
     score = summarize(groups)
@@ -74,7 +75,8 @@ def roll_out_training_tasks(config: Config, episodes: int) -> dict[str, Any]:
     size = min(config.rollout.group_size, episodes)
     sampler = TaskSampler(training_tasks(config.env.domain, config.tasks.split), config.tasks, config.run.seed)
     task_ids = sampler.draw(-(-episodes // size), 0)
-    groups = roll_out(config, policy, task_ids, size, config.rollout.temperature, "rollout")
+    phase = Phase("rollout", config.run.seed, 0, policy_version=0, temperature=config.rollout.temperature)
+    groups = roll_out(config, policy, task_ids, size, phase)
     path = config.run_directory / "trajectories" / "rollout.jsonl.zst"
     write_trajectories(path, groups)
     return {"policy": where, "file": str(path), **summarize(groups), "about": about(config)}
@@ -103,12 +105,9 @@ def open_policy(config: Config, source: Path) -> tuple[Policy, str]:
     return load_policy(config, found.path / "model"), str(found.path)
 
 
-def roll_out(
-    config: Config, policy: Policy, task_ids: list[str], trials: int, temperature: float, purpose: str
-) -> list[Group]:
-    """Roll out groups of `trials` episodes with fixed weights."""
+def roll_out(config: Config, policy: Policy, task_ids: list[str], size: int, phase: Phase) -> list[Group]:
+    """Roll out groups of `size` episodes with fixed weights."""
     env = make_env(config)
     chat = Chat(policy.tokenizer, env.policy, chat_tools(config, env))
-    phase = Phase(purpose, config.run.seed, step=0, policy_version=0, temperature=temperature)
-    groups, _ = rollout(task_ids, trials, lambda: make_env(config), chat, make_sampler(config, policy), phase)
+    groups, _ = rollout(task_ids, size, lambda: make_env(config), chat, make_sampler(config, policy), phase)
     return groups

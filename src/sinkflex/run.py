@@ -52,22 +52,22 @@ class Run:
         return make_env(self.config)
 
     def rollout(
-        self, task_ids: list[str], group_size: int, purpose: str, temperature: float
+        self, task_ids: list[str], group_size: int, purpose: str, temperature: float, trials: bool = False
     ) -> tuple[list[Group], dict[str, float]]:
-        """Roll out groups with the current weights."""
+        """Roll out groups with the current weights: siblings, or trials of a score."""
         done = [0]
 
         def count(_: object) -> None:
             done[0] += 1
             self.metrics.doing(f"{purpose}: episode", done[0], len(task_ids) * group_size)
 
-        phase = Phase(purpose, self.config.run.seed, self.step, policy_version=self.step, temperature=temperature)
+        phase = Phase(purpose, self.config.run.seed, self.step, self.step, temperature, trials)
         return rollout(task_ids, group_size, self.make_env, self.chat, self.sampler, phase, count)
 
     def score(self, task_set: str, trials: int, temperature: float) -> tuple[dict[str, Any], list[Group]]:
         """Roll out a task set and summarize it."""
         task_ids = [task.task_id for task in scored_tasks(self.config.env.domain, task_set)]
-        groups, _ = self.rollout(task_ids, trials, f"validation/{task_set}", temperature)
+        groups, _ = self.rollout(task_ids, trials, f"validation/{task_set}", temperature, trials=True)
         return summarize(groups), groups
 
     def save(self, score: float | None = None) -> None:
@@ -105,7 +105,6 @@ def open_run(config: Config) -> Run:
     directory.mkdir(parents=True, exist_ok=True)
     saved = checkpoint.latest(directory / "checkpoints")
     if saved is None:
-        (directory / "config.toml").write_text(dump_config(config), encoding="utf-8")
         policy = new_policy(config, lambda: corpus(config))
         position = START
     else:
@@ -128,6 +127,9 @@ def open_run(config: Config) -> Run:
     )
     if saved is not None:
         run.restore(saved)
+    if run.step < config.train.steps:
+        # From here on the run is what this config says; a finished one stays what it was.
+        (directory / "config.toml").write_text(dump_config(config), encoding="utf-8")
     return run
 
 

@@ -28,8 +28,7 @@ def sample(
     while waiting or running:
         while waiting and sampler.free:
             number, prompt = waiting.pop(0)
-            uniforms = np.random.default_rng(number).random(400)
-            running[sampler.open(prompt, uniforms)] = (number, prompt)
+            running[sampler.open(prompt, np.random.default_rng(number))] = (number, prompt)
         for done in sampler.tick():
             stream: Stream = done.stream
             number, prompt = running[stream]
@@ -117,7 +116,7 @@ def test_sampling_follows_the_models_distribution() -> None:
     counts = np.zeros(len(expected))
     for repeat in range(20):
         for i in range(100):
-            sampler.open(prompt, np.random.default_rng([repeat, i]).random(4))
+            sampler.open(prompt, np.random.default_rng([repeat, i]))
         seen = 0
         while seen < 100:
             for done in sampler.tick():
@@ -133,7 +132,7 @@ def test_siblings_with_one_history_prefill_it_once() -> None:
     model = tiny_policy().model
     sampler = Sampler(model, [1], slots=6, max_tokens=200, max_turn_tokens=5, temperature=0.0)
     prompt, reply = prompts(1)[0], list(range(5, 30))
-    streams = [sampler.open(prompt, np.zeros(100)) for _ in range(6)]
+    streams = [sampler.open(prompt, np.random.default_rng(0)) for _ in range(6)]
     turns: dict[int, list[list[int]]] = {id(s): [] for s in streams}
     logprobs: dict[int, list[float]] = {id(s): [] for s in streams}
     while any(len(t) < 2 for t in turns.values()):
@@ -154,7 +153,7 @@ def test_a_changed_weight_is_seen_after_clear() -> None:
     sampler = Sampler(model, [1], slots=2, max_tokens=100, max_turn_tokens=1, temperature=0.0)
 
     def logprob() -> float:
-        stream = sampler.open(prompts(1)[0], np.zeros(4))
+        stream = sampler.open(prompts(1)[0], np.random.default_rng(0))
         done = sampler.tick()
         sampler.close(stream)
         return done[0].logprobs[0]
@@ -173,19 +172,31 @@ def test_a_changed_weight_is_seen_after_clear() -> None:
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_option_to_raise() -> None:
     sampler = Sampler(tiny_policy().model, [1], slots=1, max_tokens=10, max_turn_tokens=4)
     with pytest.raises(ValueError, match=r"rollout\.max_tokens"):
-        sampler.open(list(range(2, 12)), np.zeros(4))
+        sampler.open(list(range(2, 12)), np.random.default_rng(0))
 
 
 def test_a_turn_ends_at_its_limit_and_a_conversation_at_its_capacity() -> None:
     sampler = Sampler(tiny_policy().model, [], slots=1, max_tokens=12, max_turn_tokens=4)
-    stream = sampler.open(list(range(2, 9)), np.full(20, 0.5))
+    stream = sampler.open(list(range(2, 9)), np.random.default_rng(0))
     done: list = []
     while not done:
         done = sampler.tick()
     assert (done[0].finish, len(done[0].ids)) == ("length", 4)
     sampler.close(stream)
-    stream = sampler.open(list(range(2, 12)), np.full(20, 0.5))
+    stream = sampler.open(list(range(2, 12)), np.random.default_rng(0))
     done = []
     while not done:
         done = sampler.tick()
     assert (done[0].finish, len(done[0].ids)) == ("length", 2)
+
+
+def test_a_conversation_that_is_rewritten_may_sample_more_than_it_holds() -> None:
+    sampler = Sampler(tiny_policy().model, [], slots=1, max_tokens=12, max_turn_tokens=4)
+    prompt = list(range(2, 9))
+    stream, turns = sampler.open(prompt, np.random.default_rng(0)), []
+    while len(turns) < 5:
+        for done in sampler.tick():
+            turns.append(tuple(done.ids))
+            sampler.restart(stream, prompt)
+    assert sum(map(len, turns)) > sampler.max_tokens
+    assert len(set(turns)) == len(turns), "every turn has numbers of its own"

@@ -27,16 +27,15 @@ class Stream:
         cached: ids whose keys and values are stored.
         pending: ids to be prefilled before the next id is sampled.
         ids, logprobs: what the current turn has sampled so far.
-        uniforms: one number in [0, 1) for each id this conversation may sample.
+        draws: gives one number in [0, 1) for each id this conversation samples.
     """
 
     slot: int
-    uniforms: np.ndarray
+    draws: np.random.Generator
     pending: list[int]
     cached: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    drawn: int = 0
     sampling: bool = True
 
     @property
@@ -114,19 +113,15 @@ class Sampler:
         self._cached = [[] for _ in self._cached]
         self._whole = {}
 
-    def open(self, ids: Sequence[int], uniforms: np.ndarray) -> Stream:
-        """Start a conversation with a prompt and sample its first turn.
+    def open(self, ids: Sequence[int], draws: np.random.Generator) -> Stream:
+        """Start a conversation with a prompt and sample its first turn; all its randomness comes from `draws`.
 
         Raises:
             ValueError: the prompt leaves no room for a sampled id.
         """
-        if len(ids) >= self.max_tokens:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens and rollout.max_tokens is {self.max_tokens}: "
-                f"raise it (--set rollout.max_tokens={2 * len(ids)}) or shorten prompt.policy_text"
-            )
+        require_room(len(ids), self.max_tokens)
         slot = self._slots.index(None)
-        stream = Stream(slot=slot, uniforms=uniforms, pending=list(ids))
+        stream = Stream(slot=slot, draws=draws, pending=list(ids))
         self._slots[slot] = stream
         return stream
 
@@ -248,16 +243,16 @@ class Sampler:
         if self.temperature == 0:
             chosen = logits.argmax(-1)
         else:
-            uniform = torch.tensor([s.uniforms[s.drawn] for s in streams], dtype=torch.float64, device=self.device)
-            cumulative = logprobs.double().exp().cumsum(-1)
-            target = uniform[:, None] * cumulative[:, -1:]
+            uniform = torch.tensor([s.draws.random() for s in streams], dtype=torch.float64, device=self.device)
+            # Whole numbers add up to the same in any order, so that CUDA has a deterministic cumsum for them.
+            cumulative = (logprobs.double().exp() * 2.0**50).long().cumsum(-1)
+            target = (uniform[:, None] * cumulative[:, -1:]).long()
             chosen = (cumulative <= target).sum(-1).clamp(max=logits.shape[-1] - 1)
         picked = logprobs.gather(-1, chosen[:, None])[:, 0]
         done = []
         for stream, token, logprob in zip(streams, chosen.tolist(), picked.tolist(), strict=True):
             stream.ids.append(token)
             stream.logprobs.append(logprob)
-            stream.drawn += 1
             stream.pending = [token]
             full = len(stream.ids) >= self.max_turn_tokens or stream.tokens >= self.max_tokens
             if token in self._stop or full:
@@ -276,6 +271,19 @@ class Sampler:
             self._slots[stream.slot], self._slots[target] = None, stream
             self._cached[target], self._cached[stream.slot] = stream.cached, []
             stream.slot = target
+
+
+def require_room(prompt: int, max_tokens: int) -> None:
+    """Refuse a prompt of so many tokens that an episode of `max_tokens` has no room for a sampled one.
+
+    Raises:
+        ValueError: with the options to change.
+    """
+    if prompt >= max_tokens:
+        raise ValueError(
+            f"the prompt has {prompt} tokens and rollout.max_tokens is {max_tokens}: "
+            f"raise it (--set rollout.max_tokens={2 * prompt}) or shorten prompt.policy_text"
+        )
 
 
 def _common_prefix(a: np.ndarray, b: Sequence[int]) -> int:

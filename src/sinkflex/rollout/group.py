@@ -28,6 +28,8 @@ class Phase:
         step: the loop's step.
         policy_version: version of the sampling weights.
         temperature: of sampling; 0 is greedy.
+        trials: members are trials of a score, each in an environment with a seed of its own; else they are siblings,
+            which all meet the same environment.
     """
 
     purpose: str
@@ -35,6 +37,7 @@ class Phase:
     step: int
     policy_version: int
     temperature: float
+    trials: bool = False
 
 
 def rollout(
@@ -64,9 +67,9 @@ def rollout(
     sampler.temperature = phase.temperature
     spent = {"environment": 0.0, "sampler": 0.0}
     episodes = [
-        Episode(None, chat, task_id, member, _seed(phase, index, task_id), sampler.max_tokens, phase.policy_version)
+        Episode(None, chat, task_id, member, seed, sampler.max_tokens, phase.policy_version)
         for index, task_id in enumerate(task_ids)
-        for member in range(group_size)
+        for member, seed in enumerate(_seeds(phase, index, task_id, len(task_ids), group_size))
     ]
     waiting = deque(enumerate(episodes))
     running: dict[Stream, Episode] = {}
@@ -87,7 +90,7 @@ def rollout(
                 if prompt is None:
                     retire(episode)
                 else:
-                    running[sampler.open(prompt, _uniforms(phase, number // group_size, episode, sampler))] = episode
+                    running[sampler.open(prompt, _draws(phase, number // group_size, episode))] = episode
         with _timed(spent, "sampler"):
             finished = sampler.tick()
         with _timed(spent, "environment"):
@@ -110,15 +113,15 @@ def _advance(episode: Episode, sampled: Sampled, sampler: Sampler) -> bool:
     return False
 
 
-def _seed(phase: Phase, index: int, task_id: str) -> int:
-    """Seed of the environment and its user, the same for all siblings."""
-    return seed_for(phase.run_seed, "environment", phase.purpose, phase.step, index, task_id)
+def _seeds(phase: Phase, index: int, task_id: str, tasks: int, members: int) -> list[int]:
+    """Seeds of the environment and its user for the members of a group: trial k stands for task k * tasks + index."""
+    places = range(index, members * tasks, tasks) if phase.trials else [index] * members
+    return [seed_for(phase.run_seed, "environment", phase.purpose, phase.step, place, task_id) for place in places]
 
 
-def _uniforms(phase: Phase, index: int, episode: Episode, sampler: Sampler) -> np.ndarray:
-    """One number in [0, 1) for each id the episode may sample, keyed by what it is for."""
-    key = (phase.purpose, phase.step, index, episode.task_id, episode.member)
-    return generator(phase.run_seed, "sampler", *key).random(sampler.max_tokens)
+def _draws(phase: Phase, index: int, episode: Episode) -> np.random.Generator:
+    """The random numbers an episode is sampled with, keyed by what they are for."""
+    return generator(phase.run_seed, "sampler", phase.purpose, phase.step, index, episode.task_id, episode.member)
 
 
 def _groups(task_ids: Sequence[str], group_size: int, episodes: Sequence[Episode]) -> list[Group]:

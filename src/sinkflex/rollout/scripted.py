@@ -9,7 +9,7 @@ import numpy as np
 
 from sinkflex.envs.env import Action, Message
 from sinkflex.policy.chat import Chat
-from sinkflex.policy.sampler import Sampled, Stream
+from sinkflex.policy.sampler import Sampled, Stream, require_room
 from sinkflex.rollout.episode import Episode
 from sinkflex.trajectory import Trajectory
 
@@ -79,10 +79,14 @@ def _content(action: Action) -> tuple[Any, ...]:
 
 
 def encode(dialogue: Dialogue, chat: Chat, max_tokens: int) -> Trajectory:
-    """Return the dialogue as the trajectory a policy would have left had it sampled these actions (log-probs are 0)."""
+    """Return the dialogue as the trajectory a policy would have left had it sampled these actions (log-probs are 0).
+
+    Raises:
+        ValueError: the prompt alone is longer than `max_tokens`.
+    """
     episode = Episode(_Replay(dialogue), chat, dialogue.task_id, 0, dialogue.seed, max_tokens, policy_version=-1)
-    episode.begin()
-    stream = Stream(slot=-1, uniforms=np.empty(0), pending=[])
+    require_room(len(episode.begin() or ()), max_tokens)
+    stream = Stream(slot=-1, draws=np.random.default_rng(0), pending=[])  # nothing is drawn
     for action, _ in dialogue.exchanges:
         ids = chat.action_ids(action)
         if episode.advance(Sampled(stream, ids, [0.0] * len(ids), "stop")) is None:

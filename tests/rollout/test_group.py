@@ -1,0 +1,70 @@
+"""Groups of episodes: who shares a seed, and what a fault before the first turn leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from sinkflex.envs.env import Action, EnvironmentFault, Message, StopReason
+from sinkflex.learner.rows import rows_of
+from sinkflex.methods.grpo import GRPO
+from sinkflex.policy.chat import Chat
+from sinkflex.policy.sampler import Sampler
+from sinkflex.rollout.group import Phase, rollout
+from sinkflex.scores import summarize
+from sinkflex.train import mini_batches, rollout_metrics
+from sinkflex.trajectory import Group, Outcome, write_trajectories
+from tests.policy.tiny_policy import TOOLS, tiny_policy
+
+
+class OneTurn:
+    """Ends after one turn, or breaks when a task of the name "broken" starts."""
+
+    def reset(self, seed: int, options: dict[str, Any]) -> tuple[tuple[Message, ...], dict[str, Any]]:
+        if options["task_id"] == "broken":
+            raise EnvironmentFault("the server is down")
+        return (Message("user", "Hi."),), {}
+
+    def step(self, action: Action) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
+        return (), 1.0, True, False, {"stop_reason": StopReason.USER_STOP, "reward_parts": {}}
+
+    def close(self) -> None:
+        pass
+
+
+def groups_of(task_ids: list[str], size: int, trials: bool = False) -> list[Group]:
+    policy = tiny_policy()
+    sampler = Sampler(policy.model, [1], slots=3, max_tokens=400, max_turn_tokens=2)
+    phase = Phase("train", 0, 0, 0, temperature=1.0, trials=trials)
+    return rollout(task_ids, size, OneTurn, Chat(policy.tokenizer, "", TOOLS), sampler, phase)[0]
+
+
+def test_siblings_meet_one_environment_and_trials_each_their_own() -> None:
+    siblings, trials = (groups_of(["a", "b", "a"], 4, trials) for trials in (False, True))
+    seeds = [[t.seed for t in group.members] for group in siblings]
+    assert [len(set(group)) for group in seeds] == [1, 1, 1] and len({group[0] for group in seeds}) == 3
+    assert len({t.seed for group in trials for t in group.members}) == 12
+    assert [group.members[0].seed for group in trials] == [group[0] for group in seeds], "one trial is the plain score"
+
+
+@pytest.mark.parametrize("task_ids", [["broken"] * 3, ["broken", "a"]])
+def test_an_episode_that_breaks_before_its_first_turn_is_listed_and_counts_nowhere(
+    task_ids: list[str], tmp_path: Path
+) -> None:
+    groups = groups_of(task_ids, 2)
+    broken = groups[0].members
+    assert [(t.turns, t.outcome, t.reward, t.fault) for t in broken] == [
+        ([], Outcome.INVALID, None, "the server is down")
+    ] * 2
+    rows = rows_of(groups, [GRPO({}, 64).advantages(group) for group in groups])
+    assert {row.group_index for row in rows} == {i for i, task_id in enumerate(task_ids) if task_id != "broken"}
+    assert [len(part) for part in mini_batches(rows, 2)] == ([2] if rows else [])
+    assert rollout_metrics(groups)["rollout/invalid"] == 2 * task_ids.count("broken")
+    assert summarize(groups)["mean@1"] == (1.0 if rows else None)
+    write_trajectories(tmp_path / "t.jsonl.zst", groups)
+    lines = zstandard.ZstdDecompressor().decompress((tmp_path / "t.jsonl.zst").read_bytes()).decode().splitlines()
+    assert [json.loads(line)["reward"] for line in lines[:2]] == [None, None]
