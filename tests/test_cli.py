@@ -236,6 +236,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_continue(here, tmp_path):
     assert status == 0, error
     assert json.loads(out)["step"] == final
     assert f"train.steps was 1000, is now {final}" in error
+    assert f"\nsteps = {final}\n" in (tmp_path / "config.toml").read_text()
 
 
 @pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="needs root to mount a small disk")

@@ -13,7 +13,8 @@ from sinkflex.config import Config
 from sinkflex.envs.env import EnvironmentFault
 from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.recipe import load_config
-from sinkflex.train import train
+from sinkflex.run import open_run
+from sinkflex.train import train, update_metrics, warm_start
 
 SMOKE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 SMALL = (
@@ -147,6 +148,35 @@ def test_every_sampled_id_of_a_rollout_is_in_its_row_and_nothing_else_is_trained
             text = run.policy.tokenizer.decode(ids)
             messages = [m.content for turn in t.turns[:-1] for m in turn.observation]
             assert all(content in text for content in messages)
+
+
+def test_a_mini_batch_that_computes_nothing_hides_no_metric() -> None:
+    idle = {"gradient_norm": 0.0, "learning_rate": 2.0, "tokens": 0}
+    busy = {
+        "loss": 0.5,
+        "ratio": 1.1,
+        "log_ratio_abs_max": 0.2,
+        "gradient_norm": 1.0,
+        "learning_rate": 1.0,
+        "tokens": 7,
+    }
+    assert update_metrics([idle, busy]) == {
+        "learner/gradient_norm": 0.5,
+        "learner/learning_rate": 1.0,
+        "learner/tokens": 7,
+        "learner/loss": 0.5,
+        "learner/ratio": 1.1,
+        "learner/log_ratio_abs_max": 0.2,
+    }
+    assert update_metrics([]) == {}
+
+
+def test_the_warm_start_checkpoints_layers_only_if_the_learner_does(tmp_path: Path) -> None:
+    for wanted in (False, True):
+        run = open_run(config(tmp_path / str(wanted), "warmup.steps=1", f"learner.checkpoint_layers={wanted}".lower()))
+        with run.metrics:
+            warm_start(run, lambda: False)
+        assert any(getattr(m, "gradient_checkpointing", False) for m in run.policy.model.modules()) == wanted
 
 
 def test_torch_is_told_to_be_deterministic(whole: Path) -> None:

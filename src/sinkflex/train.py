@@ -105,6 +105,7 @@ def warm_start(run: Run, interrupted: Callable[[], bool]) -> None:
             schedule="cosine",
             warmup_steps=min(10, warmup.steps),
             micro_batch_tokens=run.config.learner.micro_batch_tokens,
+            checkpoint_layers=run.config.learner.checkpoint_layers,
         )
         learner = make_learner(run.config, run.policy, options, warmup.steps)
         for step in range(1, warmup.steps + 1):
@@ -194,7 +195,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def update_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Merge the records of a step's updates: sums of counts and loss, maxima, last learning rate, else means."""
     values: dict[str, float] = {}
-    for name in updates[0] if updates else ():
+    for name in dict.fromkeys(name for update in updates for name in update):
         column = [update[name] for update in updates if name in update]
         if name in ("loss", "tokens", "row_tokens", "unique_tokens"):
             values[f"learner/{name}"] = sum(column)
