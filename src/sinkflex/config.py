@@ -51,8 +51,6 @@ class RunConfig(Section):
     """CPU threads of torch; 0 leaves the choice to torch."""
     deterministic: bool = True
     """Same seed, same bits: deterministic kernels, and no wall-clock deadlines."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the model's forward and backward pass; master weights are float32."""
 
 
 class TinyConfig(Section):

@@ -12,6 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from sinkflex.attention.huggingface import NAME, require_live_sinks
 from sinkflex.config import Config, RunConfig
+from sinkflex.policy import experts
 from sinkflex.policy.tiny import build_model, build_tokenizer
 
 transformers_logging.disable_progress_bar()
@@ -90,5 +91,7 @@ def _prepare(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
     model.set_attn_implementation(NAME)
+    if any(hasattr(module, "gate_up_proj") and hasattr(module, "has_gate") for module in model.modules()):
+        model.set_experts_implementation(experts.NAME)
     require_live_sinks(model)
     return Policy(model, tokenizer)
