@@ -28,7 +28,7 @@ import torch
 from sinkflex.attention.plan import Piece, Plan, Span
 
 BLOCK = 64  # queries of a window block: from window / 2 to window was the quickest
-BATCH_KEYS = 8192  # bounds the copies of one call
+BATCH_KEYS = 4096  # bounds the copies of one call
 LONG = 256  # squares above this length are not padded to share a call
 
 

@@ -105,11 +105,11 @@ class _SinkAttention(torch.autograd.Function):
         d_out, out, *qkv = (_tokens(x, kernel) for x in (d_out, out, q, k, v))
         if rounded_off is not None:
             out += rounded_off
-        grads = kernel.backward(d_out, *qkv, out, lse, ctx.plan, ctx.window, ctx.scale)
         d_sinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype) - lse).exp_()
             d_sinks = -(share * (d_out.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)
+        grads = kernel.backward(d_out, *qkv, out, lse, ctx.plan, ctx.window, ctx.scale)
         d_qkv = (
             grad.to(x.dtype).view(x.shape[0], x.shape[2], -1, x.shape[3]).transpose(1, 2)
             for grad, x in zip(grads, (q, k, v), strict=True)

@@ -62,9 +62,11 @@ def bars(rows: list[Row]) -> list[Row]:
         return next((row for row in rows if all(row.get(k) == v for k, v in wanted.items())), {})
 
     def ratio(name: str, **wanted: object) -> float | None:
-        pairs = [[find(**wanted, path=path, window=window).get(name) for path in PATHS] for window in (None, WINDOW)]
-        sums = [sum(values) if None not in values else None for values in zip(*pairs, strict=True)]
-        return sums[0] / sums[1] if None not in sums and sums[1] else None
+        both = [
+            [find(**wanted, section="layer", path=path, window=window).get(name) for window in (None, WINDOW)]
+            for path in PATHS
+        ]
+        return sum(both[0]) / sum(both[1]) if None not in both[0] + both[1] else None
 
     found: list[Row] = []
     for n, least in ((4096, 60), (8192, 120)):
