@@ -6,41 +6,53 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sinkflex.envs.env import Action, Message, ToolCall
+from sinkflex.envs.tau2.actions import DONE
 from sinkflex.rollout.scripted import Agent, play
 
 
 class DoNothing:
-    """Says the same polite words until the episode ends."""
+    """Says the same polite words until the episode ends; alone with a ticket it is done at once."""
+
+    def __init__(self, solo: bool = False) -> None:
+        self.solo = solo
 
     def reset(self, seed: int) -> None:
         """Nothing to reset."""
 
     def act(self, messages: list[Message]) -> Action:
         """Return words that ask for nothing."""
-        return Action(text="Thank you for your patience.")
+        return _done() if self.solo else Action(text="Thank you for your patience.")
 
 
 class AlwaysTransfer:
     """Hands every conversation to a human at once."""
+
+    def __init__(self, solo: bool = False) -> None:
+        self.solo = solo
 
     def reset(self, seed: int) -> None:
         """Nothing to reset."""
 
     def act(self, messages: list[Message]) -> Action:
         """Call the transfer tool, then say so."""
-        if messages[-1].role == "tool":
-            return Action(text="You are being transferred to a human agent. Please hold on.")
-        return Action(tool_calls=(ToolCall("transfer_to_human_agents", {"summary": "Please help."}, "call_0"),))
+        if messages[-1].role != "tool":
+            return Action(tool_calls=(ToolCall("transfer_to_human_agents", {"summary": "Please help."}, "call_0"),))
+        return _done() if self.solo else Action(text="You are being transferred to a human agent. Please hold on.")
 
 
-FLOORS: dict[str, Callable[[], Agent]] = {"do_nothing": DoNothing, "always_transfer": AlwaysTransfer}
+FLOORS: dict[str, Callable[[bool], Agent]] = {"do_nothing": DoNothing, "always_transfer": AlwaysTransfer}
+
+
+def _done() -> Action:
+    return Action(tool_calls=(ToolCall(DONE, {}, "call_0"),))
 
 
 def floors(make_env: Callable[[], Any], task_ids: Sequence[str]) -> dict[str, list[float]]:
     """Return for each floor agent its reward on every task."""
     env = make_env()
     rewards = {
-        name: [play(env, agent(), task_id, seed=0).reward for task_id in task_ids] for name, agent in FLOORS.items()
+        name: [play(env, agent(env.solo), task_id, seed=0).reward for task_id in task_ids]
+        for name, agent in FLOORS.items()
     }
     env.close()
     return rewards

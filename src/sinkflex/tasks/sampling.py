@@ -36,7 +36,7 @@ class TaskSampler:
 
     def __init__(self, tasks: Sequence[Task], config: TasksConfig, run_seed: int) -> None:
         if not tasks:
-            raise ValueError("the task pool is empty: choose another env.split or tasks.pool")
+            raise ValueError("there is no task to train on: choose another tasks.split")
         self._config = config
         self._seed = run_seed
         self._ids = [task.task_id for task in tasks]

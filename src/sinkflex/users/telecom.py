@@ -198,10 +198,7 @@ class TelecomUser:
 
     def fork(self) -> TelecomUser:
         """Return an independent copy in the same state."""
-        twin = copy.copy(self)
-        twin._queue, twin._asked, twin._replies = list(self._queue), list(self._asked), list(self._replies)
-        twin._said = set(self._said)
-        return twin
+        return copy.deepcopy(self)
 
     def _answer(self, text: str, acting: bool) -> None:
         """Answer what the agent wants to know or wants consent for."""
