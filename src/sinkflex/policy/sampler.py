@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from sinkflex.policy.slots import LENGTH_BUCKET, SlotCache, Tick
 
@@ -69,7 +70,7 @@ class Sampler:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         stop_ids: Sequence[int],
         *,
         slots: int,
