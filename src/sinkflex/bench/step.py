@@ -191,6 +191,10 @@ def measure(cell: Row) -> Row:
     found["peak_bytes"] = peak_rise(step)
     if cell["measure_saved"]:
         found["saved_bytes"] = saved_bytes(lambda: _loss(model, ids, cell["loss"]), model.parameters())
+        if cell["layers"] == "checkpointed" and cell["attention"] == "sink_plan":  # outputs and log-sum-exps that wait
+            found["saved_bytes"] += (
+                4 * config.num_hidden_layers * cell["tokens"] * cell["heads"] * (config.head_dim + 1)
+            )
     return found
 
 
