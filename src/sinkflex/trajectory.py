@@ -14,7 +14,8 @@ Shape letters: T tokens, K candidates.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -23,9 +24,10 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from sinkflex.envs.env import Action, Message, StopReason
+from sinkflex.envs.env import Action, Message, StopReason, ToolCall
+from sinkflex.recipe import did_you_mean
 
-TRAJECTORY_VERSION = 1
+TRAJECTORY_VERSION = 2
 
 
 class Outcome(StrEnum):
@@ -52,6 +54,7 @@ class Turn:
         forks: True when `prompt_ids` is a whole new prompt (the template rewrote history, or the context was
             windowed), so that a new row starts here.
         reward_parts: optional per-turn reward parts.
+        executed: what was done instead of `action`, if a method stepped in.
     """
 
     prompt_ids: list[int]
@@ -63,6 +66,7 @@ class Turn:
     finish: str = "stop"
     forks: bool = False
     reward_parts: dict[str, float] = field(default_factory=dict)
+    executed: Action | None = None
 
 
 @dataclass(slots=True)
@@ -74,6 +78,9 @@ class Trajectory:
         reward_parts: the breakdown, e.g. {"ENV_ASSERTION": 1.0, "ACTION": 0.0}.
         fault: the cause, when the outcome is INVALID.
         tags: facts about the task for tables, e.g. {"family": "mms", "faults": 3}.
+        domain: which tasks `task_id` is one of, e.g. "telecom".
+        record: (actor, message) in order, the user's side included: what agent ("assistant") and user ("user") said
+            and called, and the tools' answers under the actor that asked. Calls are as they ran, after coercion.
     """
 
     task_id: str
@@ -87,6 +94,8 @@ class Trajectory:
     seed: int = 0
     fault: str | None = None
     tags: dict[str, Any] = field(default_factory=dict)
+    domain: str = ""
+    record: list[tuple[str, Message]] = field(default_factory=list)
 
     @property
     def valid(self) -> bool:
@@ -146,6 +155,7 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
     """Return a trajectory as JSON values, with the version of this format."""
     return {
         "version": TRAJECTORY_VERSION,
+        "domain": trajectory.domain,
         "task_id": trajectory.task_id,
         "member": trajectory.member,
         "outcome": str(trajectory.outcome),
@@ -156,6 +166,7 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
         "seed": trajectory.seed,
         "fault": trajectory.fault,
         "tags": trajectory.tags,
+        "record": [{"actor": actor, **asdict(message)} for actor, message in trajectory.record],
         "turns": [
             {
                 "prompt_ids": list(map(int, turn.prompt_ids)),
@@ -167,16 +178,48 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
                 "finish": turn.finish,
                 "forks": turn.forks,
                 "reward_parts": turn.reward_parts,
+                "executed": asdict(turn.executed) if turn.executed else None,
             }
             for turn in trajectory.turns
         ],
     }
 
 
+def from_record(record: Mapping[str, Any]) -> Trajectory:
+    """Return the trajectory that `to_record` made these JSON values of. Version 1 had neither domain nor record.
+
+    Raises:
+        LookupError, TypeError, ValueError: it did not make them.
+    """
+    if record["version"] not in range(1, TRAJECTORY_VERSION + 1):
+        raise ValueError(f"version {record['version']}, expected 1 to {TRAJECTORY_VERSION}")
+    turns = [
+        Turn(
+            **turn
+            | {
+                "action": _action(turn["action"]),
+                "executed": _action(turn["executed"]) if turn.get("executed") else None,
+                "observation": tuple(map(_message, turn["observation"])),
+            }
+        )
+        for turn in record["turns"]
+    ]
+    said = record.get("record", ())
+    plain = ("task_id", "member", "reward", "reward_parts", "user", "seed", "fault", "tags")
+    return Trajectory(
+        **{name: record[name] for name in plain},
+        turns=turns,
+        outcome=Outcome(record["outcome"]),
+        stop_reason=StopReason(record["stop_reason"]),
+        domain=record.get("domain", ""),
+        record=[(item["actor"], _message({k: v for k, v in item.items() if k != "actor"})) for item in said],
+    )
+
+
 def write_trajectories(path: Path, groups: Sequence[Group]) -> None:
     """Write a compressed JSONL file, one trajectory a line; it appears whole or not at all.
 
-    Read it with `zstd -dc FILE | jq`.
+    Read it with `read_trajectories`, or `zstd -dc FILE | jq`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(
@@ -185,5 +228,65 @@ def write_trajectories(path: Path, groups: Sequence[Group]) -> None:
         for t in group.members
     )
     draft = path.with_name(f".{path.name}")
-    draft.write_bytes(zstandard.ZstdCompressor(level=3).compress(lines.encode()))
+    draft.write_bytes(zstandard.ZstdCompressor(level=3, write_checksum=True).compress(lines.encode()))
     draft.rename(path)
+
+
+def read_trajectories(path: Path) -> list[Group]:
+    """Read what any version of `write_trajectories` wrote.
+
+    A file that was cut (a full disk, a copy that broke off) gives what is before the cut, with a warning.
+
+    Args:
+        path: a file of trajectories; one whose name does not end in ".zst" is taken as plain JSONL.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    if not path.is_file():
+        near = [str(found) for found in path.parent.glob("*.jsonl*")]
+        raise ValueError(f"{path}: no such file, expected trajectories (.jsonl.zst).{did_you_mean(str(path), near)}")
+    groups: dict[int, Group] = {}
+    lines, cut = _lines(path)
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            trajectory, group = from_record(record), record["group"]
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            if number < len(lines) or not groups:
+                what = f"line {number} is no trajectory ({type(error).__name__}: {error})"
+                raise ValueError(f"{path}: {what}, expected a file that sinkflex wrote") from None
+            cut = True
+            break
+        groups.setdefault(group, Group(trajectory.task_id, [])).members.append(trajectory)
+    if not groups:
+        raise ValueError(f"{path}: no episode in it, expected a file that sinkflex wrote")
+    if cut:
+        whole = sum(len(group.members) for group in groups.values())
+        warnings.warn(f"{path} is cut off; the {whole} episodes before the cut are read", stacklevel=2)
+    return list(groups.values())
+
+
+def _lines(path: Path) -> tuple[list[bytes], bool]:
+    """Return the lines of a file, and whether it is known to be cut off."""
+    data, expected = path.read_bytes(), 0
+    if path.suffix == ".zst" and data:
+        try:
+            expected = zstandard.frame_content_size(data)
+            # A reader, unlike `decompress`, gives what is before a cut.
+            data = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
+        except zstandard.ZstdError as error:
+            raise ValueError(f"{path}: {error}, expected trajectories compressed with zstd (.jsonl.zst)") from None
+    return data.split(b"\n") if not data.endswith(b"\n") else data[:-1].split(b"\n"), len(data) < expected
+
+
+def _action(values: Mapping[str, Any]) -> Action:
+    return Action(**{**values, "tool_calls": _calls(values)})
+
+
+def _message(values: Mapping[str, Any]) -> Message:
+    return Message(**{**values, "tool_calls": _calls(values)})
+
+
+def _calls(values: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(**call) for call in values["tool_calls"])

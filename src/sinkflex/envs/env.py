@@ -37,7 +37,15 @@ class StopReason(StrEnum):
 
 
 class EnvironmentFault(RuntimeError):
-    """The environment or its user broke (a dead server, a bug). The episode is invalid; it never scores 0."""
+    """The environment or its user broke (a dead server, a bug). The episode is invalid; it never scores 0.
+
+    Attributes:
+        info: what `reset` or `step` would have returned as info, as far as it is known; the environment fills it in.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.info: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)

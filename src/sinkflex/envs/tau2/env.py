@@ -119,8 +119,7 @@ class Tau2Env(gymnasium.Env[tuple[Message, ...], Action]):
             spec = choices[self.np_random.integers(len(choices))]
         user = None if self.solo else make_user(self.user, self.domain)
         draw = seed if seed is not None else int(self.np_random.integers(2**62))
-        self._episode, observation = start(spec, user, seed_for(draw, "user", spec.task_id))
-        return observation, {
+        info = {
             "stop_reason": None,
             "domain": self.domain,
             "task_id": spec.task_id,
@@ -130,6 +129,12 @@ class Tau2Env(gymnasium.Env[tuple[Message, ...], Action]):
             "tools": list(self.tools),
             "greeting": "" if self.solo else policies.GREETING,
         }
+        try:
+            self._episode, observation = start(spec, user, seed_for(draw, "user", spec.task_id))
+        except EnvironmentFault as fault:
+            fault.info = info
+            raise
+        return observation, info
 
     def step(self, action: Action | Mapping[str, Any]) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
         """Play one agent turn.
@@ -139,7 +144,7 @@ class Tau2Env(gymnasium.Env[tuple[Message, ...], Action]):
 
         Returns:
             observation, reward (0.0 until the task's own end), terminated (user or agent ended it), truncated (a limit
-            did), info. At the end info holds `reward_parts` and `outcome`, also when truncated.
+            did), info. At the end info holds `reward_parts`, `outcome` and `record`, also when truncated.
 
         Raises:
             ResetNeeded: the episode has ended or none has started.
@@ -157,9 +162,20 @@ class Tau2Env(gymnasium.Env[tuple[Message, ...], Action]):
             if episode.stop_reason is None and episode.counts["turns"] >= self.max_turns:
                 episode.stop_reason = StopReason.MAX_TURNS
             return observation, *self._verdict(episode)
-        except EnvironmentFault:
+        except EnvironmentFault as fault:
             episode.stop_reason = StopReason.FAULT
+            fault.info = {"record": tuple(episode.record)}
             raise
+
+    def truncate(self, reason: StopReason) -> dict[str, Any]:
+        """End the episode by a limit that is not the environment's, and return the info of its end.
+
+        Raises:
+            ResetNeeded: there is no episode.
+            EnvironmentFault: an assertion of the task broke.
+        """
+        self.episode.stop_reason = reason
+        return self._verdict(self.episode)[3]
 
     def score(self) -> scoring.Score:
         """Score the current state as if the task ended here. Changes nothing.
@@ -233,7 +249,7 @@ class Tau2Env(gymnasium.Env[tuple[Message, ...], Action]):
             return 0.0, False, False, info
         result = self.score()
         reward = result.reward if reason.terminated else 0.0
-        info["reward_parts"] = result.parts
+        info |= {"reward_parts": result.parts, "record": tuple(episode.record)}
         if reason.terminated:
             info["outcome"] = Outcome.SOLVED if reward == 1.0 else Outcome.FAILED
         else:
