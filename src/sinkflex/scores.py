@@ -47,7 +47,7 @@ def summarize(groups: Sequence[Group]) -> dict[str, Any]:
         What has no valid episode to stand on is None.
     """
     scored = [g for g in groups if g.valid]
-    per_task = [float(np.mean([t.reward for t in g.valid])) for g in scored]
+    per_task = [float(np.mean([float(t.reward or 0.0) for t in g.valid])) for g in scored]
     least = min((len(g.valid) for g in scored), default=0)
     counts = [(len(g.valid), sum(t.outcome is Outcome.SOLVED for t in g.valid)) for g in scored]
     families: dict[str, list[float]] = {}

@@ -123,7 +123,8 @@ def require_live_sinks(model: PreTrainedModel) -> int:
     Raises:
         ValueError: naming the first layer whose sinks change nothing.
     """
-    owners = {name: m.sinks for name, m in model.named_modules() if isinstance(getattr(m, "sinks", None), torch.Tensor)}
+    named = ((name, getattr(module, "sinks", None)) for name, module in model.named_modules())
+    owners = {name: sinks for name, sinks in named if isinstance(sinks, torch.Tensor)}
     if not owners:
         return 0
     ids = torch.arange(1, 9, device=model.device)[None] % model.config.get_text_config().vocab_size

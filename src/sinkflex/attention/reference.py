@@ -42,7 +42,7 @@ def reference_attention(
     flat = [x.double().transpose(1, 2).reshape(batch * tokens, -1, size).transpose(0, 1) for x in (q, k, v)]
     group = heads // k.shape[1]
     queries, keys, values = flat[0], flat[1].repeat_interleave(group, 0), flat[2].repeat_interleave(group, 0)
-    scale = size**-0.5 if scale is None else scale
+    scale = float(size**-0.5) if scale is None else scale
     seen = visible(plan, window)
     scores = (queries @ keys.transpose(1, 2)).mul(scale).masked_fill(~seen, -torch.inf)
     if sinks is None:

@@ -10,6 +10,7 @@ Dropout must be 0 (it is everywhere in this package), since the random state is 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -27,7 +28,7 @@ def checkpoint_layers(model: PreTrainedModel) -> int:
     Raises:
         ValueError: if the model has no layers that can be checkpointed.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no layers that transformers can checkpoint; leave them as they are"

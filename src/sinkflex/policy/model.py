@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -68,9 +69,10 @@ def load_policy(config: Config, folder: Path) -> Policy:
     trust = config.model.trust_remote_code
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust, dtype=torch.float32, output_loading_info=True
         )
+        model, report = loaded
         for how in ("is_local", "local_files_only"):  # how it was loaded, not what it is
             tokenizer.init_kwargs.pop(how, None)
     except Exception as error:  # a broken folder fails in any of a dozen ways
@@ -82,16 +84,17 @@ def load_policy(config: Config, folder: Path) -> Policy:
 
 
 def _prepare(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Policy:
-    model.to(device_of(config.run)).eval()
+    cast(torch.nn.Module, model).to(device_of(config.run)).eval()
     # Dropout would make the learner's log-probs differ from the sampler's.
     model.config.attention_dropout = 0.0
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
     model.set_attn_implementation(NAME)
-    if any(hasattr(module, "gate_up_proj") and hasattr(module, "has_gate") for module in model.modules()):
+    if any(hasattr(module, "gate_up_proj") and hasattr(module, "has_gate") for module in modules):
         model.set_experts_implementation(experts.NAME)
     require_live_sinks(model)
     return Policy(model, tokenizer)

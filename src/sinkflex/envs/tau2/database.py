@@ -13,14 +13,16 @@ import importlib
 import json
 from collections.abc import ItemsView, Iterator, MutableMapping, ValuesView
 from functools import cache
+from types import NoneType
 from typing import Any
 
 from pydantic import BaseModel
 from tau2.domains.telecom.tools import TelecomTools
-from tau2.domains.telecom.user_data_model import VpnDetails
+from tau2.domains.telecom.user_data_model import PerformanceLevel, TelecomUserDB, VpnDetails
 from tau2.domains.telecom.user_tools import TelecomUserTools
 from tau2.environment.db import DB
 from tau2.environment.environment import Environment
+from tau2.environment.toolkit import ToolKitBase
 from tau2.utils import get_dict_hash
 
 from sinkflex.seeds import seed_for
@@ -47,10 +49,10 @@ class IsolatedPhoneTools(TelecomUserTools):
     episode of the process would reconnect to the slow VPN.
     """
 
-    def __init__(self, db: DB) -> None:
+    def __init__(self, db: TelecomUserDB) -> None:
         super().__init__(db)
         self.default_vpn_details = VpnDetails(
-            server_address="192.168.1.1", protocol="OpenVPN", server_performance="excellent"
+            server_address="192.168.1.1", protocol="OpenVPN", server_performance=PerformanceLevel.EXCELLENT
         )
 
 
@@ -105,9 +107,10 @@ class RecordTable(MutableMapping):
 def new_world(domain: str) -> Environment:
     """Return a world in the domain's default state."""
     world = copy.copy(template(domain))
-    world.tools = type(world.tools)(_default_db(domain, "tools"))
-    if world.user_tools is not None:
-        world.user_tools = type(world.user_tools)(_default_db(domain, "user_tools"))
+    for side in ("tools", "user_tools"):
+        kind: Any = type(getattr(world, side))
+        if kind is not NoneType:
+            setattr(world, side, kind(_default_db(domain, side)))
     return world
 
 
@@ -121,18 +124,19 @@ def fork_world(world: Environment) -> Environment:
 def state_hash(world: Environment) -> tuple[str, str | None]:
     """Return the hashes of the agent's and the user's database, equal to the package's own byte for byte."""
     user = world.user_tools
-    return _hash(world.tools.db), None if user is None else _hash(user.db)
+    return _hash(_db(world.tools)), None if user is None else _hash(_db(user))
 
 
 def same_state(left: Environment, right: Environment) -> bool:
     """True if both worlds have equal `state_hash`; compares only the records that either has reached for."""
-    tables = [(getattr(left.tools.db, name), getattr(right.tools.db, name)) for name in _table_names(left.tools.db)]
+    ours, theirs = _db(left.tools), _db(right.tools)
+    tables = [(getattr(ours, name), getattr(theirs, name)) for name in _table_names(ours)]
     if not tables:
         return state_hash(left) == state_hash(right)
     return all(
-        _record_json(ours.peek(key)) == _record_json(theirs.peek(key))
-        for ours, theirs in tables
-        for key in ours.own.keys() | theirs.own.keys()
+        _record_json(one.peek(key)) == _record_json(other.peek(key))
+        for one, other in tables
+        for key in one.own.keys() | other.own.keys()
     )
 
 
@@ -149,9 +153,14 @@ def template(domain: str) -> Environment:
     return world
 
 
+def _db(tools: ToolKitBase | None) -> DB:
+    assert tools is not None and tools.db is not None
+    return tools.db
+
+
 def _default_db(domain: str, side: str) -> DB:
     if domain in _LARGE:
-        tables = {name: RecordTable(domain, name, {}) for name in _records(domain)}
+        tables: dict[str, Any] = {name: RecordTable(domain, name, {}) for name in _records(domain)}
         return type(_database(domain)).model_construct(**tables)
     db_class, text = _default_text(domain, side)
     return db_class.model_validate_json(text)  # 6 times faster than a deep copy

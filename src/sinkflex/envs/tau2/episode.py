@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from tau2.data_model.message import ToolCall as Tau2ToolCall
 from tau2.data_model.tasks import Task
@@ -90,7 +91,7 @@ class Episode:
                 self.world.sync_tools()
         except Exception as error:
             raise EnvironmentFault(f"tool {call.name!r} broke: {type(error).__name__}: {error}") from error
-        answer = Message("tool", result.content, tool_call_id=call.id, error=result.error)
+        answer = Message("tool", result.content or "", tool_call_id=call.id, error=result.error)
         self.record += [(actor, Message(actor, "", tool_calls=(call,))), (actor, answer)]
         return answer
 
@@ -113,6 +114,7 @@ class Episode:
                 self.stop_reason = _STOPS[reply.stop]
             if reply.stop is not None or not results:
                 return self._spoken(reply)
+            assert self.user is not None, "nobody hears a solo episode"
             user_turn = _observation(self.user, results)
         raise EnvironmentFault(f"the user used its tools {MAX_USER_ROUNDS} times without a word")
 
@@ -180,7 +182,8 @@ def _observation(user: User, results: tuple[Message, ...]) -> Callable[[], UserA
 def _history(task: Task) -> list[tuple[str, Message]]:
     """The messages that a task starts after (some of mock's do)."""
     record: list[tuple[str, Message]] = []
-    for message in (task.initial_state and task.initial_state.message_history) or ():
+    history = task.initial_state and task.initial_state.message_history
+    for message in cast(Sequence[Any], history or ()):
         if message.role == "tool":
             record.append((message.requestor, Message("tool", message.content, (), message.id, message.error)))
         else:

@@ -50,7 +50,7 @@ _SOLO_WITH_TEXT = (
 )
 
 
-def policy(domain: str, solo: bool, text: PolicyText) -> str:
+def policy(domain: str, solo: bool, text: str) -> str:
     """Return the system text of an episode.
 
     Args:
@@ -80,7 +80,7 @@ def ticket(task: Task) -> str:
     """
     instructions = task.user_scenario.instructions
     if task.ticket is not None or isinstance(instructions, str):
-        return task.ticket or instructions
+        return task.ticket or str(instructions)
     parts = (instructions.reason_for_call, instructions.known_info, instructions.task_instructions)
     return "\n\n".join(part.strip() for part in parts if part)
 

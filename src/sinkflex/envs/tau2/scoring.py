@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, cast
 
 from tau2.data_model.tasks import EnvAssertion, Task
 from tau2.environment.environment import Environment
@@ -60,7 +61,8 @@ def score(domain: str, task: Task, world: Environment, calls: Sequence[ToolCall]
         if "ENV_ASSERTION" in basis:
             parts["ENV_ASSERTION"] = float(all(_holds(world, item) for item in criteria.env_assertions or ()))
     if "ACTION" in basis:
-        matched = (any(gold.compare_with_tool_call(call) for call in calls) for gold in criteria.actions or ())
+        made = cast(Sequence[Any], calls)  # only names and arguments are read
+        matched = (any(gold.compare_with_tool_call(call) for call in made) for gold in criteria.actions or ())
         parts["ACTION"] = float(all(matched))
     if "COMMUNICATE" in basis:
         said = [text.lower().replace(",", "") for text in texts]
@@ -75,6 +77,7 @@ def _gold_world(domain: str, task_id: str) -> Environment:
     task = tasks.read(domain, task_id)
     world = new_world(domain)
     initialize(world, task)
+    assert task.evaluation_criteria is not None
     for action in task.evaluation_criteria.actions or ():
         try:
             world.make_tool_call(action.name, requestor=action.requestor, **action.arguments)
