@@ -39,10 +39,17 @@ METRICS: dict[str, Metric] = {
     "rollout/parse_errors_fraction": Metric("fraction", "turns that could not be parsed"),
     "tasks/pass_rate/*": Metric("reward", "moving average of a bucket of tasks"),
     "learner/loss": Metric("loss", "of the method, summed over the step's mini-batches"),
-    "learner/ratio": Metric("ratio", "mean of policy to behavior probability over sampled tokens"),
+    "learner/ratio": Metric(
+        "ratio", "mean of policy to behavior (with a correction: proximal) probability over sampled tokens"
+    ),
     "learner/clipped": Metric("fraction", "sampled tokens whose ratio was clipped"),
     "learner/log_ratio_abs_max": Metric("nats", "largest difference of policy and behavior log-probs"),
-    "learner/kl": Metric("nats", "k3 estimate against the reference, mean over sampled tokens"),
+    "learner/importance_weight": Metric("ratio", "mean of proximal to behavior probability, before it is bounded"),
+    "learner/importance_weight_squared": Metric(
+        "ratio", "mean square of it; the effective share of the tokens is importance_weight^2 / this"
+    ),
+    "learner/corrected": Metric("fraction", "sampled tokens whose importance weight was bounded"),
+    "learner/kl": Metric("nats", "estimate against the reference (method.kl_estimator), mean over sampled tokens"),
     "learner/entropy": Metric("nats", "sampled estimate: mean of minus the policy log-prob over sampled tokens"),
     "learner/gradient_norm": Metric("norm", "before clipping"),
     "learner/learning_rate": Metric("rate", "of the last update"),

@@ -13,7 +13,7 @@ import torch
 
 import sinkflex
 from sinkflex import checkpoint
-from sinkflex.config import Config, LearnerConfig
+from sinkflex.config import USERS, Config, LearnerConfig
 from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.learner.step import Learner
 from sinkflex.methods.method import Method, build_method
@@ -30,6 +30,7 @@ from sinkflex.seeds import generator, seed_for
 from sinkflex.tasks.sampling import TaskSampler
 from sinkflex.tasks.suites import scored_tasks, training_tasks
 from sinkflex.trajectory import Group
+from sinkflex.users.configured import configured_user
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Run:
             self.metrics.doing(f"{purpose}: episode", done[0], len(task_ids) * group_size)
 
         phase = Phase(purpose, self.config.run.seed, self.step, self.step, temperature, trials)
-        return rollout(task_ids, group_size, self.make_env, self.chat, self.sampler, phase, count)
+        return rollout(task_ids, group_size, self.make_env, self.chat, self.sampler, phase, count, self.method)
 
     def score(self, task_set: str, trials: int, temperature: float) -> tuple[dict[str, Any], list[Group]]:
         """Roll out a task set and summarize it."""
@@ -118,11 +119,15 @@ def open_run(config: Config) -> Run:
         config=config,
         directory=directory,
         policy=policy,
-        chat=Chat(policy.tokenizer, env.policy, chat_tools(config, env)),
+        chat=Chat(policy.tokenizer, env.policy, chat_tools(config, env), config.rollout.window),
         sampler=make_sampler(config, policy),
         learner=make_learner(config, policy, config.learner, config.train.steps * config.learner.mini_batches),
         method=method,
-        tasks=TaskSampler(training_tasks(config.env.domain, config.tasks.split), config.tasks, config.run.seed),
+        tasks=TaskSampler(
+            training_tasks(config.env.domain, config.tasks.split, config.tasks.exclude, config.env.solo),
+            config.tasks,
+            config.run.seed,
+        ),
         metrics=open_metrics(config, directory, position),
     )
     if saved is not None:
@@ -133,13 +138,18 @@ def open_run(config: Config) -> Run:
     return run
 
 
-def make_env(config: Config) -> Tau2Env:
-    """Return a new environment of the recipe."""
+def make_env(config: Config, offline: bool = False) -> Tau2Env:
+    """Return a new environment of the recipe.
+
+    Args:
+        config: the recipe.
+        offline: with the scripted user where the recipe has a server or a recording.
+    """
     env = config.env
     return Tau2Env(
         domain=env.domain,
         solo=env.solo,
-        user=env.user,
+        user="scripted" if offline and env.user in USERS else configured_user(env),
         max_turns=env.max_turns,
         policy_text=config.prompt.policy_text,
     )
@@ -166,10 +176,11 @@ def chat_tools(config: Config, env: Tau2Env) -> list[dict[str, Any]]:
 
 def make_sampler(config: Config, policy: Policy) -> Sampler:
     """Return the sampler of the recipe."""
-    rollouts = config.rollout
+    rollouts, stop = config.rollout, policy.tokenizer.eos_token_id
+    assert isinstance(stop, int), "the chat has checked it"
     return Sampler(
         policy.model,
-        (int(policy.tokenizer.eos_token_id),),
+        (stop,),
         slots=rollouts.slots,
         max_tokens=rollouts.max_tokens,
         max_turn_tokens=rollouts.max_turn_tokens,
@@ -190,7 +201,7 @@ def demonstrations(config: Config) -> list[Dialogue]:
     if warmup.demonstrations > len(train):
         raise ValueError(f"warmup.demonstrations is {warmup.demonstrations}, but there are {len(train)} train tasks")
     picks = generator(seed, "demonstrations").permutation(len(train))[: warmup.demonstrations]
-    env = make_env(config)
+    env = make_env(config, offline=True)
     agent = SweepAgent(seed, omit=warmup.omit, shuffle=warmup.shuffle, solo=config.env.solo)
     return [
         play(env, agent, train[int(i)].task_id, seed_for(seed, "demonstration", int(i), repeat))
@@ -201,7 +212,7 @@ def demonstrations(config: Config) -> list[Dialogue]:
 
 def corpus(config: Config) -> Iterator[str]:
     """Yield the texts a new tokenizer is trained on: prompt, tools and demonstrations, or the train tasks' openings."""
-    env = make_env(config)
+    env = make_env(config, offline=True)
     yield env.policy
     for tool in env.tools:
         yield str(tool)

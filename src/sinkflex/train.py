@@ -44,7 +44,8 @@ def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Ru
             run.step = 0
             score = validate(run, "train", {}, last=config.train.steps == 0)
             run.save(score)
-        needs = Needs(run.method.needs_entropy, reference_model(run) if run.method.needs_reference else None)
+        reference = reference_model(run) if run.method.needs_reference else None
+        needs = Needs(run.method.needs_entropy, reference, proximal=run.method.options.correction != "none")
         while run.step < config.train.steps:
             started = time.perf_counter()
             # Draw tasks and roll out groups with the current weights.
@@ -55,6 +56,8 @@ def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Ru
             rows = rows_of(groups, [run.method.advantages(group) for group in groups])
             # Update: one optimizer step a mini-batch of whole groups.
             run.metrics.doing("updating")
+            if needs.proximal and config.learner.epochs * config.learner.mini_batches > 1:
+                run.learner.recompute(rows)
             updates = [
                 run.learner.update(part, run.method.loss, needs, run.method.options.count_zero_groups)
                 for _ in range(config.learner.epochs)

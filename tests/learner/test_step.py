@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkflex.config import LearnerConfig
-from sinkflex.learner.step import Learner, Needs, plain_head
+from sinkflex.learner.logprobs import plain_head
+from sinkflex.learner.step import Learner, Needs, count
 from sinkflex.methods.grpo import GRPO
 from sinkflex.trajectory import Row
 from tests.policy.tiny_policy import tiny_policy
@@ -125,12 +126,8 @@ def test_the_gradients_of_ranks_with_the_denominators_of_the_step_add_up() -> No
     model = copy.deepcopy(tiny_policy().model)
     learner = Learner(model, LearnerConfig(checkpoint_layers=False), 1, 1.0)
     method, rows = GRPO({}, 64), some_rows()
-    tokens = sum(int(r.loss_mask.sum()) for r in rows)
     for rank in range(4):
-        from sinkflex.learner.packing import forest
-
-        loss, _ = method.loss(learner.loss_inputs(forest(rows[rank::4]), Needs(), tokens, len(rows)))
-        loss.backward()
+        learner.accumulate(rows[rank::4], method.loss, Needs(), count(rows, False))
     parts = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
     assert_equal(gradient(rows), parts)
 

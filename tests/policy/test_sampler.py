@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from sinkflex.envs.env import Action, StopReason
+from sinkflex.learner.logprobs import node_logprobs
 from sinkflex.learner.packing import forest
 from sinkflex.learner.rows import cut
-from sinkflex.learner.step import node_logprobs
 from sinkflex.policy.sampler import Sampler, Stream
 from sinkflex.trajectory import Outcome, Trajectory, Turn
 from tests.policy.tiny_policy import tiny_policy
@@ -56,7 +56,7 @@ def learner_gap(records: Sequence[Trajectory], temperature: float) -> float:
     batch = forest(rows)
     nodes = np.concatenate([index[row.loss_mask] for row, index in zip(rows, batch.node_index, strict=True)])
     with torch.no_grad():
-        policy, _ = node_logprobs(tiny_policy().model, batch, nodes, temperature, False)
+        policy = node_logprobs(tiny_policy().model, batch, nodes, temperature).logprobs
     behavior = np.concatenate([row.behavior_logprobs[row.loss_mask] for row in rows])
     return float(np.abs(policy.numpy() - behavior).max())
 

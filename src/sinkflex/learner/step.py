@@ -9,30 +9,38 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sinkflex.attention.plan import Plan
 from sinkflex.config import LearnerConfig
 from sinkflex.learner.checkpointing import checkpoint_layers
-from sinkflex.learner.losses import LossInputs
+from sinkflex.learner.logprobs import node_logprobs, row_logprobs, sampled_nodes
+from sinkflex.learner.losses import Counts, LossInputs, Sums
 from sinkflex.learner.packing import Batch, forest, micro_batches
-from sinkflex.learner.vocabulary import token_scores
 from sinkflex.trajectory import Row
 
-Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
+Loss = Callable[[LossInputs], tuple[Tensor, Sums]]
+PROXIMAL = "proximal_logprobs"  # the stream of what `recompute` finds
 
 
 @dataclass(slots=True)
 class Needs:
-    """What a loss reads besides policy log-probs."""
+    """What a loss reads besides policy log-probs.
+
+    Attributes:
+        entropy: entropies, with gradient.
+        reference: the model of the reference log-probs.
+        proximal: log-probs under the weights before the batch's first update.
+        candidates: name of an int64 [T, K] stream of ids whose log-probs are wanted, with gradient; "" for none.
+    """
 
     entropy: bool = False
     reference: PreTrainedModel | None = None
+    proximal: bool = False
+    candidates: str = ""
 
 
 class Learner:
@@ -73,63 +81,94 @@ class Learner:
         Returns:
             loss, gradient norm, means over the sampled tokens that were computed, and how much that was.
         """
-        live = {row.group_index for row in rows if np.any(row.advantages)}
-        counted = rows if count_zero_groups else [row for row in rows if row.group_index in live]
-        computed = counted
-        if needs.reference is None and not needs.entropy:
-            moving = {row.trajectory_index for row in counted if np.any(row.advantages)}
-            computed = [row for row in counted if row.trajectory_index in moving]
-        tokens = sum(int(row.loss_mask.sum()) for row in counted)
-        trajectories = len({row.trajectory_index for row in counted})
-        sums: dict[str, float] = {}
-        raw = unique = 0
+        counts = count(rows, count_zero_groups)
         self.optimizer.zero_grad(set_to_none=True)
+        sums = self.accumulate(rows, loss, needs, counts)
+        computed = sums.pop("computed", 0.0)
+        sizes = {name: sums.pop(name, 0.0) for name in ("row_tokens", "unique_tokens")}
+        means = {k: v if k == "loss" or k.endswith("_max") else v / computed for k, v in sums.items()}
+        return {**means, **self._apply(bool(computed)), "tokens": counts.tokens, **sizes}
+
+    def accumulate(self, rows: Sequence[Row], loss: Loss, needs: Needs, counts: Counts) -> dict[str, float]:
+        """Add the gradient of some rows of a mini-batch: all of them, or the share of one rank.
+
+        A trajectory is left out if it can move nothing: its advantages and streams are 0, and neither a reference nor
+        the entropy is wanted.
+
+        Args:
+            rows: whole trajectories.
+            loss, needs: as in `update`.
+            counts: denominators of the whole mini-batch.
+
+        Returns:
+            Sums over the computed tokens, `computed` of them; maxima; row_tokens and unique_tokens.
+        """
+        if needs.reference is None and not needs.entropy:
+            moving = {row.trajectory_index for row in rows if moves(row)}
+            rows = [row for row in rows if row.trajectory_index in moving]
+        sums: dict[str, float] = {}
         self.model.train(self.config.checkpoint_layers)
-        for part in micro_batches(computed, self.config.micro_batch_tokens):
+        for part in micro_batches(rows, self.config.micro_batch_tokens):
             batch = forest(part)
-            raw += sum(map(len, part))
-            unique += len(batch)
-            inputs = self.loss_inputs(batch, needs, tokens, trajectories)
+            inputs = self.loss_inputs(batch, needs, counts)
             value, parts = loss(inputs)
             value.backward()
-            # On the policy's own samples, minus the log-prob is an unbiased estimate of the entropy.
-            parts = {"loss": value.detach(), "entropy": -inputs.policy_logprobs.detach().sum(), **parts}
+            parts = {
+                "loss": float(value.detach()),
+                # On the policy's own samples, minus the log-prob is an unbiased estimate of the entropy.
+                "entropy": -float(inputs.policy_logprobs.detach().sum()),
+                **{name: float(amount) for name, amount in parts.items()},
+                "computed": float(len(inputs.policy_logprobs)),
+                "row_tokens": float(sum(map(len, part))),
+                "unique_tokens": float(len(batch)),
+            }
             for name, amount in parts.items():
-                fold = max if name.endswith("_max") else float.__add__
-                sums[name] = fold(sums.get(name, 0.0), float(amount))
+                sums[name] = (max if name.endswith("_max") else float.__add__)(sums.get(name, 0.0), amount)
         self.model.eval()
-        read = sum(int(row.loss_mask.sum()) for row in computed)
-        means = {k: v if k == "loss" or k.endswith("_max") else v / read for k, v in sums.items()}
-        return {**means, **self._apply(bool(computed)), "tokens": tokens, "row_tokens": raw, "unique_tokens": unique}
+        return sums
 
-    def loss_inputs(self, batch: Batch, needs: Needs, tokens: int, trajectories: int) -> LossInputs:
+    def recompute(self, rows: Sequence[Row]) -> None:
+        """Give rows their proximal log-probs: those of the learner's weights as they are now."""
+        found = row_logprobs(self.model, rows, self.temperature, self.config.micro_batch_tokens)
+        for row, values in zip(rows, found, strict=True):
+            row.streams[PROXIMAL] = values
+
+    def loss_inputs(self, batch: Batch, needs: Needs, counts: Counts) -> LossInputs:
         """Run the model over a batch and gather what losses see, [N] over all sampled tokens of its rows."""
-        device = self.model.device
         rows = batch.rows
-        nodes = np.concatenate([index[row.loss_mask] for row, index in zip(rows, batch.node_index, strict=True)])
+        nodes = sampled_nodes(batch)
         trajectory = np.concatenate([np.full(row.loss_mask.sum(), row.trajectory_index) for row in rows])
         lengths: dict[int, int] = {}
         for row in rows:
             lengths[row.trajectory_index] = lengths.get(row.trajectory_index, 0) + int(row.loss_mask.sum())
-        policy, entropy = node_logprobs(self.model, batch, nodes, self.temperature, needs.entropy)
+
+        def flat(arrays: Sequence[np.ndarray]) -> Tensor:
+            sampled = [array[row.loss_mask] for row, array in zip(rows, arrays, strict=True)]
+            return torch.from_numpy(np.concatenate(sampled)).to(self.model.device)
+
+        assert all(row.streams.keys() == rows[0].streams.keys() for row in rows), "rows differ in their streams"
+        streams = {name: flat([row.streams[name] for row in rows]) for name in rows[0].streams}
+        proximal = streams.pop(PROXIMAL, None)
+        candidates = streams[needs.candidates].cpu().numpy() if needs.candidates else None
+        scores = node_logprobs(self.model, batch, nodes, self.temperature, needs.entropy, candidates)
         reference = None
         if needs.reference is not None:
             with torch.no_grad():
-                reference, _ = node_logprobs(needs.reference, batch, nodes, self.temperature, False)
-
-        def flat(name: str) -> Tensor:
-            return torch.from_numpy(np.concatenate([getattr(row, name)[row.loss_mask] for row in rows])).to(device)
-
+                reference = node_logprobs(needs.reference, batch, nodes, self.temperature).logprobs
+        if needs.proximal and proximal is None:  # a batch's only update: its weights are the proximal ones
+            proximal = scores.logprobs.detach()
         return LossInputs(
-            policy_logprobs=policy,
-            behavior_logprobs=flat("behavior_logprobs"),
-            advantages=flat("advantages"),
-            trajectory=torch.from_numpy(trajectory).to(device),
-            trajectory_tokens=torch.tensor([lengths[i] for i in trajectory.tolist()], device=device),
-            tokens=tokens,
-            trajectories=trajectories,
-            entropy=entropy,
+            policy_logprobs=scores.logprobs,
+            behavior_logprobs=flat([row.behavior_logprobs for row in rows]),
+            advantages=flat([row.advantages for row in rows]),
+            trajectory=torch.from_numpy(trajectory).to(self.model.device),
+            trajectory_tokens=torch.tensor([lengths[i] for i in trajectory.tolist()], device=self.model.device),
+            **counts._asdict(),
+            entropy=scores.entropy,
             reference_logprobs=reference,
+            proximal_logprobs=proximal if needs.proximal else None,
+            candidate_logprobs=scores.candidate_logprobs,
+            streams=streams,
         )
 
     def learning_rate(self) -> float:
@@ -158,52 +197,18 @@ class Learner:
         return {"gradient_norm": norm, "learning_rate": learning_rate}
 
 
-def node_logprobs(
-    model: PreTrainedModel, batch: Batch, nodes: np.ndarray, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return log p(token[n] | path to parent[n]) for the given nodes, and the entropy of those distributions.
-
-    Args:
-        model: a causal LM whose attention is `sink_plan`.
-        batch: the forest.
-        nodes: [N] node of each wanted token; none is a root. A node may occur more than once.
-        temperature: logits are divided by it.
-        entropy: also return entropies.
-
-    Returns:
-        [N] float32 log-probs, and [N] entropies or None.
-    """
-    device = model.device
-    nodes, which = np.unique(nodes, return_inverse=True)
-    parents = torch.from_numpy(batch.parent[nodes]).to(device)
-    assert int(parents.min()) >= 0, "a root has no log-prob"
-    inputs = {
-        "input_ids": torch.from_numpy(batch.token_ids)[None].to(device),
-        "position_ids": torch.from_numpy(batch.position)[None].to(device),
-        "use_cache": False,
-        "plan": Plan(batch.subtree_end),
-    }
-    targets = torch.from_numpy(batch.token_ids[nodes]).to(device)
-    if plain_head(model):
-        hidden = model.base_model(**inputs).last_hidden_state[0, parents]
-        scores = token_scores(hidden, model.get_output_embeddings().weight, targets, None, entropy, temperature)
-        chosen, entropies = scores.logprobs, scores.entropy
-    else:
-        logprobs = torch.log_softmax(model(**inputs, logits_to_keep=parents).logits[0].float() / temperature, dim=-1)
-        chosen = logprobs.gather(1, targets[:, None])[:, 0]
-        entropies = -(logprobs.exp() * logprobs).sum(-1) if entropy else None
-    place = torch.from_numpy(which).to(device)
-    return chosen[place], None if entropies is None else entropies[place]
+def count(rows: Sequence[Row], count_zero_groups: bool) -> Counts:
+    """Return the denominators of a mini-batch."""
+    live = {row.group_index for row in rows if count_zero_groups or moves(row)}
+    counted = [row for row in rows if row.group_index in live]
+    return Counts(*_sizes(counted), *_sizes(rows))
 
 
-@cache
-def plain_head(model: PreTrainedModel) -> bool:
-    """Return True if the logits are the output layer's weight times the last hidden state, and nothing else.
+def moves(row: Row) -> bool:
+    """True if a row's advantages or the streams of a method give a loss something to work on."""
+    streams = (values for name, values in row.streams.items() if name != PROXIMAL)
+    return bool(np.any(row.advantages)) or any(np.any(values[row.loss_mask]) for values in streams)
 
-    Then they need not exist all at once. Models that scale, cap or shift their logits keep their own way.
-    """
-    with torch.no_grad():
-        ids = torch.arange(2, 6, device=model.device)[None]
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        logits = model(input_ids=ids, use_cache=False).logits[0]
-        return torch.allclose(hidden @ model.get_output_embeddings().weight.T, logits, rtol=1e-4, atol=1e-5)
+
+def _sizes(rows: Sequence[Row]) -> tuple[int, int]:
+    return sum(int(row.loss_mask.sum()) for row in rows), len({row.trajectory_index for row in rows})

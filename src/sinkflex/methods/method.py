@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from sinkflex.config import Section
-from sinkflex.learner.losses import LossInputs, aggregate, clipped_surrogate, kl_k3
+from sinkflex.learner.losses import LossInputs, aggregate, cispo, clipped_surrogate, kl_estimate, mismatch_weight
+from sinkflex.methods.options import Options
 from sinkflex.recipe import did_you_mean, parse_section
 from sinkflex.seeds import generator
 from sinkflex.trajectory import Group
@@ -19,27 +18,6 @@ from sinkflex.trajectory import Group
 METHODS: dict[str, str] = {
     "grpo": "sinkflex.methods.grpo:GRPO",
 }
-
-
-class Options(Section):
-    """Options every method understands (the rest of `[method]`)."""
-
-    advantage_scale: Literal["std", "none"] = "std"
-    """Divide group-centered rewards by their standard deviation (GRPO) or not (Dr.GRPO)."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How per-token losses become one number."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(0.2, ge=0)
-    """The ratio is clipped above at 1 + clip_high."""
-    kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the k3 estimate of KL(policy || reference); the reference is the policy after the warm start."""
-    entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
-    count_zero_groups: bool = False
-    """Count trajectories and tokens of groups without reward variance in the loss denominators."""
-    shuffle_advantages: bool = False
-    """Control experiment: shuffle rewards among the members of each group, which must remove all learning."""
 
 
 class Method:
@@ -65,29 +43,42 @@ class Method:
         """Return for each valid member the float32 advantages of its sampled tokens.
 
         A_i = (R_i - mean) / (std + 1e-6) with the sample standard deviation over the group's valid members (GRPO,
-        arXiv 2402.03300). A group of one, or without variance, has advantage 0.
+        arXiv 2402.03300); the options change mean and scale. A group of one, or without variance, has advantage 0.
         """
+        options = self.options
         rewards = np.array([t.reward for t in group.valid], np.float64)
-        if self.options.shuffle_advantages and len(rewards):
+        if options.shuffle_advantages and len(rewards):
             rewards = generator(group.valid[0].seed, "shuffle").permutation(rewards)
         values = np.zeros(len(rewards))
         if len(rewards) > 1 and np.ptp(rewards) > 0:
             values = rewards - rewards.mean()
-            if self.options.advantage_scale == "std":
+            if options.baseline == "leave_one_out":
+                values *= len(rewards) / (len(rewards) - 1)
+            if options.advantage_scale == "std":
                 values = values / (rewards.std(ddof=1) + 1e-6)
         return [np.full(t.sampled_tokens, a, np.float32) for t, a in zip(group.valid, values, strict=True)]
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the loss, and sums over its tokens for metrics."""
         options = self.options
-        values, sums = clipped_surrogate(inputs, options.clip_low, options.clip_high)
-        if inputs.reference_logprobs is not None:
-            kl = kl_k3(inputs.policy_logprobs, inputs.reference_logprobs)
-            values = values + options.kl_coefficient * kl
-            sums["kl"] = kl.detach().sum()
-        if inputs.entropy is not None and options.entropy_coefficient:
-            values = values - options.entropy_coefficient * inputs.entropy
+        if options.surrogate == "cispo":
+            values, sums = cispo(inputs, options.clip_low, options.clip_high)
+        else:
+            values, sums = clipped_surrogate(inputs, options.clip_low, options.clip_high, options.dual_clip)
+        if options.correction != "none":
+            weight, of_weight = mismatch_weight(
+                inputs, options.correction, options.correction_low, options.correction_high
+            )
+            values, sums = weight * values, sums | of_weight
         loss = aggregate(values, inputs, options.aggregation, self.max_tokens)
+        # What follows concerns every token, also of groups without advantage, and is divided by all of them.
+        if inputs.reference_logprobs is not None:
+            kl = kl_estimate(inputs, options.kl_estimator)
+            sums["kl"] = kl.detach().sum()
+            loss = loss + options.kl_coefficient * aggregate(kl, inputs, options.aggregation, self.max_tokens, True)
+        if inputs.entropy is not None:
+            entropy = aggregate(inputs.entropy, inputs, options.aggregation, self.max_tokens, True)
+            loss = loss - options.entropy_coefficient * entropy
         assert torch.isfinite(loss), "the loss is not finite"
         return loss, sums
 
