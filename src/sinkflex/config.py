@@ -27,6 +27,8 @@ SPLITS = {
     "mock": ("base",),
 }
 
+USERS = ("scripted", "endpoint", "replay")
+
 
 class Section(BaseModel):
     """A section of a recipe: unknown keys are errors, values keep their TOML type, nothing changes after loading."""
@@ -91,6 +93,23 @@ class ModelConfig(Section):
     """Shape, when path is `tiny`."""
 
 
+class EndpointConfig(Section):
+    """The OpenAI-compatible server whose model plays the user when `env.user = "endpoint"`."""
+
+    base_url: str = ""
+    """Address of the server, usually ending in /v1."""
+    model: str = ""
+    """Name of the model on that server."""
+    api_key_variable: str = ""
+    """Environment variable that holds the key; none is sent if empty."""
+    timeout_seconds: Positive = 60.0
+    """For a whole answer."""
+    retries: CountOrZero = 3
+    """Further attempts at an answer, before the episode is invalid."""
+    temperature: NotNegative = 0.0
+    """Of the user's words; 0 is greedy."""
+
+
 class EnvConfig(Section):
     """The environment and its user."""
 
@@ -98,8 +117,12 @@ class EnvConfig(Section):
     """Domain of tau2-bench."""
     solo: bool = False
     """The agent works alone from a ticket and owns the user's tools too."""
-    user: Literal["scripted"] = "scripted"
-    """Who the agent talks to, unless solo."""
+    user: str = "scripted"
+    """Who the agent talks to, unless solo: scripted, endpoint, replay, or `package.module:callable` of your own."""
+    replay: str = ""
+    """File of trajectories whose users are played again, when user is `replay`."""
+    endpoint: EndpointConfig = EndpointConfig()
+    """The server, when user is `endpoint`."""
     max_turns: Count = 30
     """Agent turns after which an episode is truncated."""
 
@@ -307,6 +330,7 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
         f'env.solo = true needs tasks with a ticket, which env.domain = "{env.domain}" has not. '
         'Type env.domain = "telecom" or env.solo = false.',
     )
+    yield from _user_contradictions(config.env)
     yield from _split_contradictions(config)
 
 
@@ -320,6 +344,26 @@ def _split_contradictions(config: Config) -> Iterator[tuple[bool, str]]:
         known = " or ".join(f'"{split}"' for split in options if split in splits)
         for split in sorted(chosen.difference(splits)):
             yield True, f'{key} = "{split}": {domain} has no such split. Type {known}.'
+
+
+def _user_contradictions(env: EnvConfig) -> Iterator[tuple[bool, str]]:
+    module, _, name = env.user.partition(":")
+    yield (
+        env.user not in USERS and not (module and name),
+        f'env.user = "{env.user}": there is no such user. Type "scripted", "endpoint", "replay" or '
+        '"package.module:callable".',
+    )
+    yield env.solo and env.user != "scripted", f'env.solo = true has no user. Leave out env.user = "{env.user}".'
+    missing = [f"env.endpoint.{key}" for key in ("base_url", "model") if not getattr(env.endpoint, key)]
+    yield (
+        env.user == "endpoint" and bool(missing),
+        f'env.user = "endpoint" needs {" and ".join(missing)}. Type, for instance, '
+        "--set env.endpoint.base_url=http://localhost:8000/v1 --set env.endpoint.model=NAME",
+    )
+    yield (
+        env.user == "replay" and not env.replay,
+        'env.user = "replay" needs a recording. Type --set env.replay=runs/NAME/trajectories/FILE.jsonl.zst',
+    )
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

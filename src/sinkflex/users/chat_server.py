@@ -99,7 +99,7 @@ class ChatServer:
                 problem = f"{type(error).__name__}: {error}".strip(": ")
         raise EnvironmentFault(
             f"the server {self.url} gave no usable answer in {self.attempts} attempts of {self.timeout_seconds:g} "
-            f"seconds (the last: {problem}). Does it run? It should list its models at {self.url}/models"
+            f"seconds (the last: {problem}). Does it run? Type curl {self.url}/models, which should list its models"
         )
 
     def _post(self, request: bytes) -> tuple[int, str, bytes]:

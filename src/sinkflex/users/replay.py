@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from sinkflex.envs.env import EnvironmentFault, Message, StopReason
+from sinkflex.seeds import seed_for
+from sinkflex.trajectory import read_trajectories
 from sinkflex.users.user import UserAction, UserStop
 
 _STOPS = {
@@ -54,6 +58,63 @@ class ReplayUser:
             raise EnvironmentFault(f"the recording ends after {self._next} actions of the user")
         self._next += 1
         return self.actions[self._next - 1]
+
+
+class RecordedUser(ReplayUser):
+    """Plays the users of a file of trajectories, each in episodes of its own task.
+
+    Of several recorded episodes of a task it plays the one whose user had the same seed: evaluated again with the same
+    seed, split and trials, each trial meets its own recording. Without such an episode the seed picks one. A task that
+    was not recorded is an `EnvironmentFault`.
+
+    Args:
+        path: a file of `trajectory.write_trajectories`.
+        domain: whose tasks are played.
+
+    Raises:
+        ValueError: there is no such file, or nothing in it can be played.
+    """
+
+    def __init__(self, path: Path, domain: str) -> None:
+        super().__init__(())
+        self.path = path
+        # Environments are made by the dozen; a file that has changed is read again.
+        self._recordings = _recordings(path, domain, path.stat().st_mtime_ns if path.is_file() else 0)
+
+    def reset(self, task: Any, seed: int) -> UserAction:
+        """Start the recording of this task.
+
+        Raises:
+            EnvironmentFault: there is none.
+        """
+        played = self._recordings.get(task.id)
+        if played is None:
+            raise EnvironmentFault(f"{self.path} holds no episode of task {task.id!r}")
+        history = len((task.initial_state and task.initial_state.message_history) or ())
+        record, reason = played[seed] if seed in played else list(played.values())[seed % len(played)]
+        self.actions = tuple(recorded_actions(record[history:], reason))
+        return super().reset(task, seed)
+
+
+_Recording = tuple[list[tuple[str, Message]], StopReason]
+
+
+@lru_cache(maxsize=2)
+def _recordings(path: Path, domain: str, changed: int) -> dict[str, dict[int, _Recording]]:
+    """Return {task: {seed of its user: (record, stop reason)}} of the valid episodes of a domain."""
+    episodes = [t for group in read_trajectories(path) for t in group.valid]
+    found: dict[str, dict[int, _Recording]] = {}
+    for t in episodes:
+        if t.record and t.domain == domain and t.user != "none":
+            seed = seed_for(t.seed, "user", t.task_id)
+            found.setdefault(t.task_id, {}).setdefault(seed, (t.record, t.stop_reason))
+    if not found:
+        domains = sorted({t.domain for t in episodes} - {""}) or ["no"]
+        raise ValueError(
+            f"{path}: no user of {domain} is recorded there ({len(episodes)} valid episodes, of {', '.join(domains)} "
+            "domain). Type sinkflex evaluate RUN --save FILE.jsonl.zst to record some"
+        )
+    return found
 
 
 def recorded_actions(record: Sequence[tuple[str, Message]], stop_reason: StopReason | None) -> list[UserAction]:
