@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sinkflex.config import EndpointConfig, EnvConfig
 from sinkflex.users.chat_server import ChatServer
@@ -66,4 +66,4 @@ def _own_user(path: str) -> User | Callable[[], User]:
             f"env.user = {path!r} gives a {type(user).__name__} without {', '.join(missing)}; "
             "expected a user as in sinkflex.users.user.User"
         )
-    return found
+    return cast("User | Callable[[], User]", found)
