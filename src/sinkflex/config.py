@@ -185,6 +185,13 @@ class RolloutConfig(Section):
     """Tokens the policy may sample in one turn."""
     max_tokens: Count = 1536
     """Tokens of a whole episode, prompt included; beyond it the episode is truncated."""
+    context: Annotated[str, Field(pattern=r"^(full|window\([1-9][0-9]*\))$")] = "full"
+    """What a prompt keeps of the history, in training and evaluation: full, or window(k), the last k exchanges."""
+
+    @property
+    def window(self) -> int:
+        """Exchanges a prompt keeps; 0 keeps all."""
+        return 0 if self.context == "full" else int(self.context[len("window(") : -1])
 
 
 class MethodConfig(Section):

@@ -108,6 +108,6 @@ def open_policy(config: Config, source: Path) -> tuple[Policy, str]:
 def roll_out(config: Config, policy: Policy, task_ids: list[str], size: int, phase: Phase) -> list[Group]:
     """Roll out groups of `size` episodes with fixed weights."""
     env = make_env(config)
-    chat = Chat(policy.tokenizer, env.policy, chat_tools(config, env))
+    chat = Chat(policy.tokenizer, env.policy, chat_tools(config, env), config.rollout.window)
     groups, _ = rollout(task_ids, size, lambda: make_env(config), chat, make_sampler(config, policy), phase)
     return groups

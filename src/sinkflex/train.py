@@ -7,6 +7,7 @@ tasks ──► environments ──► rollout ──► method ──► learne
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import sys
 import time
@@ -21,6 +22,8 @@ from sinkflex.config import Config, LearnerConfig
 from sinkflex.learner.losses import LossInputs, aggregate
 from sinkflex.learner.rows import rows_of
 from sinkflex.learner.step import Needs
+from sinkflex.methods.hooks import Invalid, RewardParts
+from sinkflex.methods.method import Method
 from sinkflex.rollout.scripted import encode
 from sinkflex.run import Run, demonstrations, make_learner, open_run
 from sinkflex.seeds import generator
@@ -51,6 +54,7 @@ def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Ru
             # Draw tasks and roll out groups with the current weights.
             task_ids = run.tasks.draw(config.rollout.groups, run.step)
             groups, spent = run.rollout(task_ids, config.rollout.group_size, "train", config.rollout.temperature)
+            reward(groups, run.method)
             rolled_out = time.perf_counter()
             # Score: what was sampled becomes rows with advantages.
             rows = rows_of(groups, [run.method.advantages(group) for group in groups])
@@ -150,6 +154,22 @@ def validate(run: Run, stage: str, values: dict[str, float], last: bool) -> floa
     values["timing/validation_seconds"] = time.perf_counter() - started
     run.metrics.log(stage, run.step, values)
     return score["mean@1"]
+
+
+def reward(groups: Sequence[Group], method: Method) -> None:
+    """Let the method reward the valid episodes, all at once; one that gets no reward becomes invalid."""
+    if type(method).reward is Method.reward:
+        return  # the environment's rewards stay, and no event loop is needed
+    episodes = [t for group in groups for t in group.valid]
+
+    async def ask() -> list[RewardParts | Invalid]:
+        return await asyncio.gather(*map(method.reward, episodes))
+
+    for t, given in zip(episodes, asyncio.run(ask()), strict=True):
+        if isinstance(given, Invalid):
+            t.outcome, t.reward, t.fault = Outcome.INVALID, None, given.cause
+        else:
+            t.reward, t.reward_parts = given.total, given.parts
 
 
 def mini_batches(rows: Sequence[Row], count: int) -> list[list[Row]]:

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from sinkflex.learner.losses import LossInputs, aggregate, cispo, clipped_surrogate, kl_estimate, mismatch_weight
+from sinkflex.methods.hooks import Invalid, RewardParts, RolloutHooks
 from sinkflex.methods.options import Options
 from sinkflex.recipe import did_you_mean, parse_section
 from sinkflex.seeds import generator
-from sinkflex.trajectory import Group
+from sinkflex.trajectory import Group, Trajectory
 
 METHODS: dict[str, str] = {
     "grpo": "sinkflex.methods.grpo:GRPO",
 }
 
 
-class Method:
+class Method(RolloutHooks):
     """Plain GRPO, and the hooks another method overrides."""
 
     Options: ClassVar[type[Options]] = Options
@@ -38,6 +39,10 @@ class Method:
     def needs_entropy(self) -> bool:
         """True if `loss` needs the entropy with gradient."""
         return self.options.entropy_coefficient > 0
+
+    async def reward(self, trajectory: Trajectory) -> RewardParts | Invalid:
+        """Return the reward of a finished training episode; the environment's, unless a paper has another."""
+        return RewardParts(float(trajectory.reward or 0.0), trajectory.reward_parts)
 
     def advantages(self, group: Group) -> list[np.ndarray]:
         """Return for each valid member the float32 advantages of its sampled tokens.

@@ -39,20 +39,24 @@ class Chat:
         tokenizer: a Hugging Face tokenizer with a chat template and an end-of-turn token (`eos_token`).
         system: the system text ("" for none).
         tools: tool schemas in OpenAI form, passed to the template.
+        window: exchanges (an action and its reply) a prompt keeps besides the opening; 0 keeps all.
 
     Raises:
         ValueError: no template or end-of-turn token, or actions in the template's form cannot be read back.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str, tools: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, system: str, tools: Sequence[dict[str, Any]], window: int = 0
+    ) -> None:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template: use an instruction-tuned model folder")
         if tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no eos_token: name the token that ends a turn in tokenizer_config.json")
         self.tokenizer = tokenizer
+        self.window = window
         self.stop_ids = (int(tokenizer.eos_token_id),)
         self._stop = str(tokenizer.eos_token)
-        self._head = [{"role": "system", "content": system}] if system else []
+        self._system = system
         self._tools = list(tools) or None
         self._parse = parser_for(str(tokenizer.chat_template))
         self._extensions: dict[tuple[Any, ...], list[int]] = {}
@@ -142,9 +146,12 @@ class Chat:
         return closing + after[len(before) :]
 
     def _render(self, messages: Sequence[Message], generation: bool, head: bool = True) -> str:
+        system = self._system if head else ""
+        if messages and messages[0].role == "system":  # a method's text, in a fixed place after the system text
+            system, messages = "\n\n".join(filter(None, (system, messages[0].content))), messages[1:]
         try:
             text = self.tokenizer.apply_chat_template(
-                (self._head if head else []) + [_template_form(m) for m in messages],
+                ([{"role": "system", "content": system}] if system else []) + [_template_form(m) for m in messages],
                 tools=self._tools if head else None,
                 tokenize=False,
                 add_generation_prompt=generation,

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkflex.methods.hooks import RolloutHooks
 from sinkflex.policy.chat import Chat
 from sinkflex.policy.sampler import Sampled, Sampler, Stream
 from sinkflex.rollout.episode import Episode
@@ -23,7 +24,7 @@ class Phase:
     """Names a rollout phase; all its random draws are keyed by it.
 
     Attributes:
-        purpose: "train", "validation" or "evaluation".
+        purpose: "train", "validation", "evaluation" or "rollout"; a task set may follow after a slash.
         run_seed: the run's seed.
         step: the loop's step.
         policy_version: version of the sampling weights.
@@ -48,6 +49,7 @@ def rollout(
     sampler: Sampler,
     phase: Phase,
     on_episode: Callable[[Episode], None] | None = None,
+    hooks: RolloutHooks | None = None,
 ) -> tuple[list[Group], dict[str, float]]:
     """Roll out `group_size` episodes of every task and return the groups in the order of `task_ids`.
 
@@ -59,6 +61,7 @@ def rollout(
         sampler: samples turns; its cached prefixes are dropped first.
         phase: keys every random draw.
         on_episode: called with each finished episode.
+        hooks: the method; without one the policy acts undisturbed.
 
     Returns:
         The groups, and timings in seconds: {"environment": s, "sampler": s}.
@@ -66,8 +69,9 @@ def rollout(
     sampler.clear()
     sampler.temperature = phase.temperature
     spent = {"environment": 0.0, "sampler": 0.0}
+    kind = phase.purpose.partition("/")[0]
     episodes = [
-        Episode(None, chat, task_id, member, seed, sampler.max_tokens, phase.policy_version)
+        Episode(None, chat, task_id, member, seed, sampler.max_tokens, phase.policy_version, hooks, kind)
         for index, task_id in enumerate(task_ids)
         for member, seed in enumerate(_seeds(phase, index, task_id, len(task_ids), group_size))
     ]
