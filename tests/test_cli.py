@@ -200,8 +200,9 @@ def test_rollout_keeps_trajectories_of_a_run_or_of_a_new_policy(here, finished, 
 
 def test_tasks_and_methods_can_be_read_by_programs_and_people(here):
     tasks = json.loads(here("tasks", "list", "--json")[1])
-    assert {"domain": "telecom", "split": "test", "tasks": 40} in tasks
-    assert re.search(r"telecom +test +40", here("tasks", "list")[1])
+    assert {"suite": "tau2/telecom", "split": "test", "tasks": 40, "role": "holdout"} in tasks
+    assert re.search(r"telecom +test +40 +holdout", here("tasks", "list")[1])
+    assert re.search(r"telecom +test +40 +sealed", here("tasks", "list", "--trained", "tau2/retail")[1])
     methods = json.loads(here("methods", "--json")[1])
     assert "grpo" in [method["method"] for method in methods]
     assert all("arXiv" in method["paper"] and method["options"] for method in methods)

@@ -135,10 +135,10 @@ def test_an_override_through_a_value_is_refused(tmp_path):
         (["tasks.floor=0.0"], "tasks.floor = 0.0, expected greater than 0"),
         (["rollout.max_turn_tokens=1536"], "leaves no room in rollout.max_tokens = 1536"),
         (["learner.mini_batches=15"], "Type learner.mini_batches = 14 or less."),
-        (["env.domain=retail", "env.solo=true"], 'Type env.domain = "telecom" or env.solo = false.'),
         (["env.domain=mock"], 'tasks.split = "train": mock has no such split. Type "base".'),
         (["env.domain=retail", "tasks.split=pool"], 'retail has no such split. Type "train".'),
-        (["validation.split=base"], 'telecom has no such split. Type "test" or "held_out" or "train".'),
+        (["tasks.split=test"], 'tasks.split = "test": it is holdout, no run trains on it. Type "train" or "pool".'),
+        (["validation.split=base"], 'telecom has no such split. Type "train" or "pool" or "test" or "held_out".'),
     ],
 )
 def test_contradictions_are_refused_with_a_way_out(tmp_path, overrides, part):

@@ -92,7 +92,8 @@ def sft(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False, de
 def evaluate(
     source: Annotated[Path, typer.Argument(help="A run directory (its best checkpoint), or a Hugging Face folder.")],
     recipe: Annotated[Path | None, typer.Option(help="Environment and prompt; the run's own if left out.")] = None,
-    split: Annotated[str, typer.Option(help="Tasks: test, held_out, train or base.")] = "test",
+    suite: Annotated[str | None, typer.Option(help="For instance tau2/airline; the recipe's own if left out.")] = None,
+    split: Annotated[str, typer.Option(help="Tasks: test, held_out, train, pool or base.")] = "test",
     trials: Annotated[int, typer.Option(min=1, help="Episodes of each task.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     save: Annotated[Path | None, typer.Option(help="File for the trajectories, .jsonl.zst.")] = None,
@@ -109,8 +110,10 @@ def evaluate(
     recipe = recipe or source / "config.toml"
     if not recipe.exists():
         raise ValueError(f"{recipe}: no such file; name the recipe of environment and prompt with --recipe")
-    # The split goes through the config, which checks it against the domain.
-    config = load_config(recipe, [*(overrides or []), f"validation.split={split}"])
+    # Suite and split go through the config, which checks one against the other.
+    config = load_config(
+        recipe, [*(overrides or []), *(_of_suite(suite) if suite else ()), f"validation.split={split}"]
+    )
     from sinkflex.evaluate import evaluate
 
     return evaluate(config, source, config.validation.split, trials, temperature, save)
@@ -160,20 +163,43 @@ def bench_env(as_json: AsJson = False, debug: Debug = False) -> Any:
 
 
 @command(tasks_app, "list")
-def list_tasks(as_json: AsJson = False, debug: Debug = False) -> Any:
-    """List the domains and their splits, with the number of tasks."""
+def list_tasks(
+    trained: Annotated[
+        str | None, typer.Option(help="Roles for a run that trains on this suite, for instance tau2/retail.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Any:
+    """List the suites and their splits: number of tasks, and role for a run that trains on the suite."""
     from sinkflex.config import SPLITS
-    from sinkflex.tasks.suites import scored_tasks, training_tasks
+    from sinkflex.tasks.suites import domain_of, role, scored_tasks
 
+    home = domain_of(trained) if trained else None
     return [
         {
-            "domain": domain,
+            "suite": f"tau2/{domain}",
             "split": split,
-            "tasks": len((training_tasks if split == "pool" else scored_tasks)(domain, split)),
+            "tasks": len(scored_tasks(domain, split)),
+            "role": role(domain, split, home),
         }
         for domain, splits in SPLITS.items()
         for split in splits
     ]
+
+
+@command(tasks_app, "audit")
+def audit_tasks(
+    suite: Annotated[str, typer.Argument(help="For instance tau2/retail.", show_default=False)],
+    split: Annotated[str | None, typer.Option(help="One split; all of the package's base tasks if left out.")] = None,
+    solo: Annotated[bool, typer.Option("--solo", help="As tickets, without a user.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Any:
+    """Look for faulty tasks: no skill is paid, gold fails or errs, a changed gold is paid, an order decides."""
+    from sinkflex.tasks.audit import audit_suite
+
+    result = audit_suite(suite, split, solo)
+    return result.record() if as_json else str(result)
 
 
 @command(app)
@@ -205,6 +231,15 @@ def _train(recipe: Path, overrides: list[str]) -> dict[str, Any]:
     with _first_interrupt_waits() as interrupted:
         run = train(config, interrupted)
     return {"run": str(run.directory), "step": run.step}
+
+
+def _of_suite(suite: str) -> list[str]:
+    """Return the overrides that put another suite into a recipe."""
+    from sinkflex.config import SPLITS
+    from sinkflex.tasks.suites import domain_of
+
+    domain = domain_of(suite)
+    return [f"env.domain={domain}", f"tasks.split={next(iter(SPLITS[domain]))}", "validation.extra=[]"]
 
 
 def _bench(name: str, as_json: bool, **options: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,14 +18,24 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-TrainedSplit = Literal["train", "pool", "base"]
-ScoredSplit = Literal["test", "held_out", "train", "base"]
-SPLITS = {
-    "telecom": ("train", "test", "pool", "held_out"),
-    "retail": ("train", "test"),
-    "airline": ("train", "test"),
-    "mock": ("base",),
+Split = Literal["train", "pool", "base", "test", "held_out"]
+Role = Literal["train", "holdout", "sealed"]
+# The suites: the splits of each domain, and what a run that trains on the domain may do with them (`tasks/suites.py`).
+SPLITS: dict[str, dict[str, Role]] = {
+    "telecom": {"train": "train", "pool": "train", "test": "holdout", "held_out": "holdout"},
+    "retail": {"train": "train", "test": "holdout"},
+    "airline": {"train": "train", "test": "holdout"},
+    "mock": {"base": "train"},
 }
+Verdict = Literal[
+    "instr_verifier_mismatch",
+    "instr_env_mismatch",
+    "answer_leak",
+    "task_trivial",
+    "verifier_too_weak",
+    "instr_ambiguous",
+    "other",
+]
 
 USERS = ("scripted", "endpoint", "replay")
 
@@ -139,8 +149,10 @@ class PromptConfig(Section):
 class TasksConfig(Section):
     """Which tasks are trained on, and how they are drawn."""
 
-    split: TrainedSplit = "train"
+    split: Split = "train"
     """The official train split; pool: telecom's full set without test and held-out tasks; base: all (mock)."""
+    exclude: tuple[Verdict, ...] = Field(default=(), strict=False)
+    """Verdicts of `sinkflex tasks audit`; tasks with such a fault are not trained on."""
     sampling: Literal["uniform", "variance"] = "uniform"
     """Uniform, or by 4P(1-P) of the pass rate P of the task's bucket."""
     bucket: tuple[str, ...] = Field(default=("family", "faults"), strict=False, min_length=1)
@@ -250,9 +262,9 @@ class TrainConfig(Section):
 class ValidationConfig(Section):
     """How the score `validation/mean@1` is measured."""
 
-    split: ScoredSplit = "test"
+    split: Split = "test"
     """Tasks of the score: official splits; held_out: 200 of telecom, apart from both; base: all (mock)."""
-    extra: tuple[ScoredSplit, ...] = Field(default=(), strict=False)
+    extra: tuple[Split, ...] = Field(default=(), strict=False)
     """Further splits scored at both ends of the run."""
     trials: Count = 1
     """Episodes of each task."""
@@ -304,7 +316,7 @@ class Config(Section):
 
 def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
     """Yield (is it so?, text) for every pair of options that cannot both hold."""
-    tiny, rollout, env, learner = config.model.tiny, config.rollout, config.env, config.learner
+    tiny, rollout, learner = config.model.tiny, config.rollout, config.learner
     yield (
         tiny.heads % tiny.kv_heads != 0,
         f"model.tiny.heads = {tiny.heads} is not a multiple of model.tiny.kv_heads = {tiny.kv_heads}. "
@@ -332,25 +344,20 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
         f"learner.mini_batches = {learner.mini_batches} cannot cut rollout.groups = {rollout.groups} by whole groups. "
         f"Type learner.mini_batches = {rollout.groups} or less.",
     )
-    yield (
-        env.solo and env.domain in ("retail", "airline"),
-        f'env.solo = true needs tasks with a ticket, which env.domain = "{env.domain}" has not. '
-        'Type env.domain = "telecom" or env.solo = false.',
-    )
     yield from _user_contradictions(config.env)
     yield from _split_contradictions(config)
 
 
 def _split_contradictions(config: Config) -> Iterator[tuple[bool, str]]:
-    domain, scored = config.env.domain, {config.validation.split, *config.validation.extra}
-    splits = SPLITS[domain]
-    for key, options, chosen in (
-        ("tasks.split", get_args(TrainedSplit), {config.tasks.split}),
-        ("validation.split or validation.extra", get_args(ScoredSplit), scored),
+    domain, roles = config.env.domain, SPLITS[config.env.domain]
+    for key, chosen, allowed in (
+        ("tasks.split", [config.tasks.split], [split for split, role in roles.items() if role == "train"]),
+        ("validation.split or validation.extra", [config.validation.split, *config.validation.extra], list(roles)),
     ):
-        known = " or ".join(f'"{split}"' for split in options if split in splits)
-        for split in sorted(chosen.difference(splits)):
-            yield True, f'{key} = "{split}": {domain} has no such split. Type {known}.'
+        for split in dict.fromkeys(chosen):
+            why = f"it is {roles[split]}, no run trains on it" if split in roles else f"{domain} has no such split"
+            known = " or ".join(f'"{name}"' for name in allowed)
+            yield split not in allowed, f'{key} = "{split}": {why}. Type {known}.'
 
 
 def _user_contradictions(env: EnvConfig) -> Iterator[tuple[bool, str]]:

@@ -17,7 +17,7 @@ from sinkflex.run import chat_tools, corpus, make_env, make_sampler, set_up_torc
 from sinkflex.scores import summarize
 from sinkflex.tasks.audit import floors
 from sinkflex.tasks.sampling import TaskSampler
-from sinkflex.tasks.suites import scored_tasks, training_tasks
+from sinkflex.tasks.suites import open_sealed, scored_tasks, training_tasks
 from sinkflex.trajectory import Group, write_trajectories
 
 
@@ -39,6 +39,7 @@ def evaluate(
     """
     set_up_torch(config)
     policy, where = open_policy(config, source)
+    sealed = open_sealed(source, Path(where), config.env.domain, split)
     task_ids = [task.task_id for task in scored_tasks(config.env.domain, split)]
     phase = Phase(f"evaluation/{split}", config.run.seed, 0, policy_version=0, temperature=temperature, trials=True)
     groups = roll_out(config, policy, task_ids, trials, phase)
@@ -54,6 +55,7 @@ def evaluate(
         **score,
         "floors": {name: float(np.mean(rewards)) for name, rewards in paid.items()},
         "about": about(config),
+        **({"sealed": sealed} if sealed else {}),
     }
 
 
@@ -73,7 +75,8 @@ def roll_out_training_tasks(config: Config, episodes: int) -> dict[str, Any]:
     else:
         policy, where = new_policy(config, lambda: corpus(config)), "untrained"
     size = min(config.rollout.group_size, episodes)
-    sampler = TaskSampler(training_tasks(config.env.domain, config.tasks.split), config.tasks, config.run.seed)
+    tasks = training_tasks(config.env.domain, config.tasks.split, config.tasks.exclude, config.env.solo)
+    sampler = TaskSampler(tasks, config.tasks, config.run.seed)
     task_ids = sampler.draw(-(-episodes // size), 0)
     phase = Phase("rollout", config.run.seed, 0, policy_version=0, temperature=config.rollout.temperature)
     groups = roll_out(config, policy, task_ids, size, phase)

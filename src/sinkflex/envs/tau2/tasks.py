@@ -1,4 +1,4 @@
-"""tau2's tasks: splits, tags, and two pools of our own. A task is validated only when somebody plays it."""
+"""tau2's tasks: the package's splits, and tags. A task is validated only when somebody plays it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def load(domain: str, split: str) -> list[TaskSpec]:
 
     Args:
         domain: one of `DOMAINS`.
-        split: a split of the package (`base`, and where they exist `train`, `test`, `small`, `full`). Telecom has two
-            more, cut from `full`: `pool` leaves out the test tasks and their persona siblings and is safe to train on;
-            `held_out` leaves out the training tasks and theirs too, for a second look at generalization.
+        split: a split of the package: `base`, and where they exist `train`, `test`, `small`, `full`. `tasks/suites.py`
+            cuts two more from telecom's `full`.
 
     Raises:
         ValueError: no such domain or split.
@@ -91,14 +90,9 @@ def _load(domain: str, split: str) -> tuple[TaskSpec, ...]:
 
 def _ids(domain: str, split: str) -> list[str]:
     splits = _splits(domain)
-    if split in splits:
-        return splits[split]
-    if domain == "telecom" and split in ("pool", "held_out"):
-        avoided = splits["test"] if split == "pool" else splits["test"] + splits["train"]
-        siblings = {_without_persona(task_id) for task_id in avoided}
-        return [task_id for task_id in splits["full"] if _without_persona(task_id) not in siblings]
-    known = [*splits, "pool", "held_out"] if domain == "telecom" else list(splits)
-    raise ValueError(f"{domain} has no split {split!r}; {nearest(split, known)}. Splits: {', '.join(known)}.")
+    if split not in splits:
+        raise ValueError(f"{domain} has no split {split!r}; {nearest(split, splits)}. Splits: {', '.join(splits)}.")
+    return splits[split]
 
 
 @cache
@@ -127,7 +121,3 @@ def _tags(task_id: str) -> dict[str, Any]:
         "faults": len(match["faults"].split("|")),
         "persona": match["persona"],
     }
-
-
-def _without_persona(task_id: str) -> str:
-    return task_id.partition("[PERSONA:")[0]
