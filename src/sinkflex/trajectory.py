@@ -14,6 +14,7 @@ Shape letters: T tokens, K candidates.
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -230,6 +231,21 @@ def write_trajectories(path: Path, groups: Sequence[Group]) -> None:
     draft = path.with_name(f".{path.name}")
     draft.write_bytes(zstandard.ZstdCompressor(level=3, write_checksum=True).compress(lines.encode()))
     draft.rename(path)
+
+
+def require_writable(path: Path, suffix: str = ".jsonl.zst") -> None:
+    """Check before the work that its result can be written: the name, and every folder on the way.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not path.name.endswith(suffix) or path.name == suffix:
+        raise ValueError(f"{path}: expected a file name that ends in {suffix}. Type, for instance, {path.stem}{suffix}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, expected a file. Type {path}/trajectories{suffix}")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{path}: {folder} is no folder you may write to; choose another one")
 
 
 def read_trajectories(path: Path) -> list[Group]:
