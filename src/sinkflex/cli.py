@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 USER_MISTAKE, INTERRUPTED = 2, 130
+_SCORED = "A run directory (its best checkpoint), a Hugging Face folder, or recorded trajectories (.jsonl.zst)."
 # What the user can do when the system refuses a file.
 _SPACE = "Free some space, or choose another disk with --set run.directory=FOLDER."
 _FOLDER = "Choose a folder you may write to with --set run.directory=FOLDER."
@@ -90,33 +91,44 @@ def sft(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False, de
 
 @command(app)
 def evaluate(
-    source: Annotated[Path, typer.Argument(help="A run directory (its best checkpoint), or a Hugging Face folder.")],
+    source: Annotated[Path, typer.Argument(help=_SCORED)],
+    against: Annotated[Path | None, typer.Option(help="Another one, compared with the first task by task.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="Environment and prompt; the run's own if left out.")] = None,
     suite: Annotated[str | None, typer.Option(help="For instance tau2/airline; the recipe's own if left out.")] = None,
-    split: Annotated[str, typer.Option(help="Tasks: test, held_out, train, pool or base.")] = "test",
-    trials: Annotated[int, typer.Option(min=1, help="Episodes of each task.")] = 1,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    split: Annotated[str | None, typer.Option(help="test (default), held_out, train, pool or base.")] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="Episodes of each task; 1 if left out.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 is greedy, as one trial is by default; several sample as the recipe.")
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="File for the trajectories, .jsonl.zst.")] = None,
+    per_task: Annotated[bool, typer.Option("--per-task", help="Also every task, beside its floors.")] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Any:
-    """Score a run or a model: mean, interval, pass^k, and the floors beside them."""
-    from sinkflex.recipe import did_you_mean, load_config
+    """Score a run, a model or recorded episodes, with the floors beside it; or compare two of them."""
+    from sinkflex.trajectory import require_writable
 
-    if not source.is_dir():
-        hint = did_you_mean(str(source), map(str, source.parent.glob("*")))
-        raise ValueError(f"{source}: no such folder, expected a run directory or a Hugging Face folder.{hint}")
-    recipe = recipe or source / "config.toml"
-    if not recipe.exists():
-        raise ValueError(f"{recipe}: no such file; name the recipe of environment and prompt with --recipe")
+    if save is not None:
+        require_writable(save)
     # Suite and split go through the config, which checks one against the other.
-    config = load_config(
-        recipe, [*(overrides or []), *(_of_suite(suite) if suite else ()), f"validation.split={split}"]
-    )
-    from sinkflex.evaluate import evaluate
+    chosen = [*(overrides or []), *(_of_suite(suite) if suite else ()), f"validation.split={split or 'test'}"]
+    config = _scored_config(source, recipe, chosen)
+    # Both meet the same users.
+    chosen += [f"run.seed={config.run.seed}"] if config else []
+    other = _scored_config(against, recipe, chosen) if against else None
+    if config is None and other is None and (recipe, suite, split, trials, temperature, save, overrides) != (None,) * 7:
+        raise ValueError(f"{source} is recorded: nothing is played, so give no option but --against and --per-task")
+    from sinkflex.evaluate import evaluate, play, recorded
+    from sinkflex.report.score import score_text
 
-    return evaluate(config, source, config.validation.split, trials, temperature, save)
+    def played(path: Path, recipe: Any, save: Path | None = None) -> Any:
+        if recipe is None:
+            return recorded(path)
+        return play(recipe, path, recipe.validation.split, trials or 1, temperature, save)
+
+    result = evaluate(played(source, config, save), played(against, other) if against else None, per_task)
+    return result if as_json else score_text(result)
 
 
 @command(app)
@@ -220,6 +232,23 @@ def main() -> None:
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     warnings.showwarning = _show_warning
     app()
+
+
+def _scored_config(source: Path, recipe: Path | None, overrides: list[str]) -> Any:
+    """Return the recipe that a run or a model folder is played with; None for recorded episodes."""
+    from sinkflex.recipe import did_you_mean, load_config
+
+    if source.is_file():
+        return None
+    if not source.is_dir():
+        hint = did_you_mean(str(source), map(str, source.parent.glob("*")))
+        raise ValueError(
+            f"{source}: no such folder, expected a run directory, a Hugging Face folder, or a .jsonl.zst file.{hint}"
+        )
+    recipe = recipe or source / "config.toml"
+    if not recipe.exists():
+        raise ValueError(f"{recipe}: no such file; name the recipe of environment and prompt with --recipe")
+    return load_config(recipe, overrides)
 
 
 def _train(recipe: Path, overrides: list[str]) -> dict[str, Any]:

