@@ -29,6 +29,8 @@ def test_advantages_by_hand() -> None:
     std = np.std([1, 0, 0, 1], ddof=1)
     np.testing.assert_allclose(values([1.0, 0.0, 0.0, 1.0]), np.array([0.5, -0.5, -0.5, 0.5]) / std, rtol=1e-4)
     np.testing.assert_allclose(values([1.0, 0.0, 0.5], advantage_scale="none"), [0.5, -0.5, 0.0])
+    others = values([1.0, 0.0, 0.5], advantage_scale="none", baseline="leave_one_out")
+    np.testing.assert_allclose(others, [1 - 0.25, 0 - 0.75, 0.5 - 0.5])
 
 
 def test_advantages_sum_to_zero_and_ignore_a_shift_and_a_scale_of_the_rewards() -> None:
@@ -80,3 +82,17 @@ def test_a_method_outside_the_repo_is_found_by_its_path() -> None:
         build_method("no_such_module:X", {}, 1)
     with pytest.raises(ValueError, match="not a subclass"):
         build_method("sinkflex.trajectory:Row", {}, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"correction_low": 0.1}, "method.correction_low does nothing without a correction"),
+        ({"kl_estimator": "k1"}, "method.kl_estimator does nothing while method.kl_coefficient is 0"),
+        ({"dual_clip": 0.5}, "method.dual_clip = 0.5, expected more than 1"),
+        ({"dual_clip": 3.0, "surrogate": "cispo"}, "method.dual_clip does nothing"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_method("grpo", options, 1)
