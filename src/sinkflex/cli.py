@@ -148,6 +148,20 @@ def rollout(
     return roll_out_training_tasks(config, episodes)
 
 
+@command(app)
+def export(
+    source: Annotated[Path, typer.Argument(help="A run directory (its newest validation), or a .jsonl.zst file.")],
+    to: Annotated[str, typer.Option(help="tau2 (the package's results file) or parquet.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="The file; beside the source if left out.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Any:
+    """Write recorded episodes in a format of other programs."""
+    from sinkflex.report.export import export
+
+    return export(source, to, out)
+
+
 @command(bench_app, "attention")
 def bench_attention(tokens: Tokens = None, as_json: AsJson = False, debug: Debug = False) -> Any:
     """Measure attention of one layer: eager, transformers' other paths, and ours."""
