@@ -48,6 +48,27 @@ def test_the_order_of_remedies_does_not_matter_but_differs() -> None:
     assert len(plans) >= 6
 
 
+def test_an_expert_that_does_not_look_solves_the_base_tasks() -> None:
+    assert solved(SweepAgent(diagnose=False), "base") == 114
+
+
+def test_what_the_expert_forgets_is_not_asked_for_and_costs_only_the_tasks_that_need_it() -> None:
+    agent = SweepAgent(diagnose=False, forget={"toggle_airplane_mode": 1.0})
+    for spec in tasks.load("telecom", "test"):
+        reward, messages = play(agent, spec.task_id)
+        said = " ".join(m.content for m in messages if m.role == "assistant")
+        assert "turn off airplane mode" not in said
+        hopeless = "lock_sim" in spec.task_id or "contract_end" in spec.task_id
+        assert reward == (hopeless or "airplane_mode_on" not in spec.task_id)
+
+
+def test_an_expert_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="no remedy 'toggle_dat' to forget. Did you mean toggle_data"):
+        SweepAgent(forget={"toggle_dat": 0.5})
+    with pytest.raises(ValueError, match="look before"):
+        SweepAgent(solo=True, diagnose=False)
+
+
 def test_omissions_make_imperfect_demonstrations() -> None:
     counts = [solved(SweepAgent(omit=omit, shuffle=True), "train") for omit in (0.0, 0.1, 0.3)]
     assert counts[0] == 74 and counts[0] > counts[1] > counts[2] > 8

@@ -1,5 +1,7 @@
 """A rule-based telecom expert: look the customer up, ask what the phone shows, mend what is broken, check, hand over.
 
+Without `diagnose` it does not ask what the phone shows: it has the user try every remedy in turn.
+
 It knows the domain's remedies but no task's answer: it reads only what the agent can see (the user's words and the
 results of its own tools). It gives the demonstrations of the warm start.
 
@@ -15,10 +17,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from sinkflex.envs.env import Action, Message, ToolCall
+from sinkflex.recipe import did_you_mean
 from sinkflex.seeds import generator
 from sinkflex.users.telecom_phrases import Request, verbalize
 
@@ -66,6 +69,7 @@ FAULTS: dict[str, tuple[tuple[str, Request, tuple[str, ...]], ...]] = {
         (r"vpn connected", Request("disconnect_vpn"), ("speed",)),
     ),
 }
+REMEDIES = tuple(dict.fromkeys(remedy.tool for faults in FAULTS.values() for _, remedy, _ in faults))
 
 Script = Generator[Action, str, Any]
 
@@ -76,6 +80,9 @@ class SweepAgent:
     Args:
         rng_seed: with the seed of `reset`, decides omissions and order.
         omit: probability that a check or a remedy is left out, each on its own; makes imperfect demonstrations.
+        forget: {tool of a remedy on the phone: probability that it is left out, in place of `omit`}.
+        diagnose: mend only what a check shows to be broken; False tries every remedy, which costs as many turns, needs
+            no reading, and is harmless only while the user, who guards the phone's toggles, holds it.
         shuffle: randomize the order of checks and remedies that do not depend on each other.
         transfer: call transfer_to_human_agents when nothing is left to try.
         solo: the agent owns the phone's tools and ends the episode with `done`.
@@ -85,12 +92,24 @@ class SweepAgent:
         self,
         rng_seed: int = 0,
         omit: float = 0.0,
+        forget: Mapping[str, float] | None = None,
+        diagnose: bool = True,
         shuffle: bool = False,
         transfer: bool = True,
         solo: bool = False,
     ) -> None:
         self.rng_seed = rng_seed
         self.omit = omit
+        self.forget = dict(forget or {})
+        for name in self.forget:
+            if name not in REMEDIES:
+                raise ValueError(
+                    f"the expert has no remedy {name!r} to forget.{did_you_mean(name, REMEDIES)} "
+                    f"Remedies: {', '.join(REMEDIES)}."
+                )
+        if solo and not diagnose:
+            raise ValueError("alone, the expert must look before it toggles: use diagnose = true, or solo = false")
+        self.diagnose = diagnose
         self.shuffle = shuffle
         self.transfer = transfer
         self.solo = solo
@@ -149,6 +168,9 @@ class SweepAgent:
 
     def _diagnose(self, opening: str) -> Script:
         """Collect the remedies for what the phone shows. Returns True if a locked SIM makes the case hopeless."""
+        if not self.diagnose:
+            self._remedies = [remedy for check in FAULTS for remedy in self._faults(check)]
+            return False
         checks = self._chosen([Request(name, _APP if "app" in name else {}) for name in CHECKS[self._family]])
         heard = yield from self._request(checks)
         for check in checks:
@@ -199,7 +221,7 @@ class SweepAgent:
         if self._reboot or Request("reset_apn_settings") in remedies:
             remedies.append(Request("reboot_device"))
         bar = yield from self._request(remedies)
-        if self._family != "service":
+        if self.diagnose and self._family != "service":
             if "status bar" not in bar.lower():
                 bar = yield from self._request([Request("check_status_bar")])
             bar = bar.lower().rpartition("status bar")[2]
@@ -207,17 +229,20 @@ class SweepAgent:
         shown = yield from self._request([Request(GOALS[self._family][0])])
         return _shows(GOALS[self._family][1], shown)
 
-    def _faults(self, check: str, heard: str) -> list[Request]:
-        """Return the remedies for the faults that the report of a check shows."""
+    def _faults(self, check: str, heard: str | None = None) -> list[Request]:
+        """Return the remedies for the faults that the report of a check shows, or for all it could show."""
         return [
             remedy
             for pattern, remedy, families in FAULTS[check]
-            if self._family in families and (self._abroad or remedy.tool != "toggle_roaming") and _shows(pattern, heard)
+            if self._family in families
+            and (self._abroad or remedy.tool != "toggle_roaming")
+            and (heard is None or _shows(pattern, heard))
         ]
 
     def _chosen(self, items: list[Any]) -> list[Any]:
-        """Return the items in a random order if `shuffle`, each left out with probability `omit`."""
-        kept = [item for item in items if self._rng.random() >= self.omit]
+        """Return the items in a random order if `shuffle`, each left out with its probability."""
+        chances = [self.forget.get(item.tool, self.omit) if isinstance(item, Request) else self.omit for item in items]
+        kept = [item for item, chance in zip(items, chances, strict=True) if self._rng.random() >= chance]
         return [kept[i] for i in self._rng.permutation(len(kept))] if self.shuffle else kept
 
     def _request(self, wanted: list[Request]) -> Script:
