@@ -18,6 +18,7 @@ import typer
 
 from sinkflex import cli
 
+SOURCE = Path(cli.__file__).parents[1]
 # The smallest run there is: nine tasks, few turns, no warm start.
 SMALL = ["env.domain=mock", "env.max_turns=2", "tasks.split=base", "validation.split=base", "warmup.steps=0"]
 
@@ -214,6 +215,67 @@ def test_output_cut_by_a_pager_leaves_no_traceback(form):
     assert subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stderr == ""
 
 
+def test_a_wrong_option_of_the_method_is_found_before_all_the_rest_is_imported(tmp_path):
+    program = (
+        "import sys\nfrom sinkflex.cli import main\n"
+        f"sys.argv = ['sinkflex', 'train', 'recipes/smoke.toml', '--set', 'run.directory={tmp_path}/run', "
+        "'--set', 'method.clip_lo=1']\n"
+        "try:\n    main()\nfinally:\n    print({'transformers', 'tau2', 'sinkflex.run'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "set()\n")
+    assert done.stderr.startswith(
+        "recipes/smoke.toml, --set method.clip_lo=1: method.clip_lo is not an option. Did you"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_method_of_ones_own_lies_in_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "cautious.py").write_text(
+        "from sinkflex.methods.method import Method, Options\n\n\nclass Caution(Options):\n    care: float = 1.0\n\n\n"
+        "class Cautious(Method):\n    Options = Caution\n"
+    )
+    arguments = ["train", str(Path("recipes/smoke.toml").resolve()), "--set", "method.name=cautious:Cautious"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
+    done = sinkflex(*arguments, "--set", "method.car=2")
+    assert "Did you mean method.care?" in done.stderr
+
+
+def test_a_run_directory_belongs_to_one_process(here, tmp_path):
+    program = (
+        "import pathlib, sys\nfrom sinkflex.run import lock_directory\n"
+        "lock = lock_directory(pathlib.Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()"
+    )
+    other = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        status, _, error = here(*train(f"run.directory={tmp_path}", "train.steps=0"))
+        assert (status, len(error.splitlines())) == (2, 1)
+        assert f"{tmp_path} is in use by process {process.pid}" in error
+        process.kill()
+    assert here(*train(f"run.directory={tmp_path}", "train.steps=0"))[0] == 0
+    assert (tmp_path / ".lock").read_text() == ""
+
+
+def test_rollout_takes_a_new_policy_where_a_run_has_left_no_checkpoint(here, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    overrides = [text for override in (*SMALL, f"run.directory={tmp_path}") for text in ("--set", override)]
+    status, out, error = here("rollout", "recipes/smoke.toml", *overrides, "--episodes", "1", "--json")
+    assert status == 0, error
+    assert json.loads(out)["policy"] == "untrained"
+
+
+def test_a_lost_reference_is_named(here, finished, tmp_path):
+    directory = tmp_path / "run"
+    shutil.copytree(finished, directory)
+    shutil.rmtree(directory / "warm_start")
+    overrides = (f"run.directory={directory}", "train.steps=2", "method.kl_coefficient=0.1")
+    status, _, error = here(*train(*overrides))
+    assert status == 2
+    assert "warm_start is gone, the policy that the method compares with" in error
+
+
 def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_continue(here, tmp_path):
     arguments = train(f"run.directory={tmp_path}", "train.steps=1000", "train.checkpoint_every=1000")
     program = [sys.executable, "-c", "from sinkflex.cli import main; main()", *arguments]
@@ -227,9 +289,12 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_continue(here, tmp_path):
     assert process.returncode == 130, error
     assert "Traceback" not in error
     again = error.splitlines()[-1]
-    assert again.startswith("stopped; continue with: sinkflex train recipes/smoke.toml --set env.domain=mock")
     steps = sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir())
     assert steps[-1] >= 2
+    ending = (
+        f"stopped, step {steps[-1]} is saved; continue with: sinkflex train recipes/smoke.toml --set env.domain=mock"
+    )
+    assert again.startswith(ending)
     assert len(metrics.read_text().splitlines()) == 1 + steps[-1]
 
     final = steps[-1] + 1

@@ -124,7 +124,7 @@ def test_a_fault_makes_an_episode_invalid_and_neither_a_reward_nor_the_end_of_th
             raise EnvironmentFault("the user's server died")
         return step(self, action)  # type: ignore[arg-type]
 
-    run = train(config(tmp_path / "faulty", "train.steps=0"))
+    run = train(config(tmp_path / "faulty", "train.steps=0", "rollout.retries=0"))
     monkeypatch.setattr(Tau2Env, "step", sometimes_broken)
     task_ids = run.tasks.draw(4, 0)
     groups, _ = run.rollout(task_ids, 4, "train", 1.0)

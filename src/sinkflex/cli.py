@@ -24,6 +24,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from sinkflex.plain import plain
 
 USER_MISTAKE, INTERRUPTED = 2, 130
 _SCORED = "A run directory (its best checkpoint), a Hugging Face folder, or recorded trajectories (.jsonl.zst)."
@@ -244,6 +247,7 @@ def methods(as_json: AsJson = False, debug: Debug = False) -> Any:
 def main() -> None:
     """Entry point of the `sinkflex` command."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    sys.path.append(os.getcwd())  # methods and users of one's own, last so that they hide nothing
     warnings.showwarning = _show_warning
     app()
 
@@ -269,6 +273,11 @@ def _train(recipe: Path, overrides: list[str]) -> dict[str, Any]:
     from sinkflex.recipe import load_config
 
     config = load_config(recipe, overrides)
+    from sinkflex.methods.method import build_method
+
+    # A wrong option of the method is found before all the rest is imported.
+    source = ", ".join([str(recipe), *(f"--set {text}" for text in overrides if text.startswith("method."))])
+    build_method(config.method.name, config.method.options, config.rollout.max_tokens, source)
     from sinkflex.train import train
 
     with _first_interrupt_waits() as interrupted:
@@ -301,7 +310,8 @@ def _first_interrupt_waits() -> Iterator[Callable[[], bool]]:
         if pressed:
             raise KeyboardInterrupt
         pressed = True
-        print("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once", file=sys.stderr)
+        # Not print: the signal may arrive while the main program prints.
+        os.write(2, b"stopping after this step; press Ctrl-C again to stop at once\n")
 
     before = signal.signal(signal.SIGINT, remember)
     try:
@@ -316,8 +326,8 @@ def _errors_as_lines(debug: bool) -> Iterator[None]:
     again = shlex.join(["sinkflex", *sys.argv[1:]])
     try:
         yield
-    except KeyboardInterrupt:
-        _fail(f"stopped; continue with: {again}", INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        _fail(f"stopped{f', {stop}' if str(stop) else ''}; continue with: {again}", INTERRUPTED)
     except BrokenPipeError:
         # Whoever reads our output has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -350,7 +360,7 @@ def _raised_by_us(error: Exception) -> bool:
 
 
 def _fail(text: str, status: int) -> NoReturn:
-    print(text, file=sys.stderr)
+    print(plain(text), file=sys.stderr)
     raise typer.Exit(status)
 
 
@@ -359,16 +369,16 @@ def _print_result(result: Any, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result), flush=True)
     elif isinstance(result, str):
-        print(result)
+        print(plain(result))
     elif isinstance(result, list):
         columns = list(result[0])
         table = Table(*columns, box=None, header_style="bold")
         for record in result:
-            table.add_row(*(_text(record[column]) for column in columns))
+            table.add_row(*(Text(_text(record[column])) for column in columns))
         Console().print(table)
     else:
         for key, value in result.items():
-            print(f"{key}: {_text(value)}")
+            print(f"{plain(str(key))}: {_text(value)}")
 
 
 def _text(value: Any) -> str:
@@ -376,8 +386,8 @@ def _text(value: Any) -> str:
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
     if isinstance(value, list):
         return ", ".join(map(_text, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else plain(str(value))
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    print(plain(f"warning: {message}"), file=sys.stderr)

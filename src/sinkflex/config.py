@@ -1,7 +1,7 @@
 """Every option of a run: typed, documented, checked before anything heavy is imported.
 
 A recipe is a TOML file that holds only what differs from these defaults (`recipe.py` reads it). To add an option: add a
-field with a docstring to its section, and a line to `_contradictions` if it cannot go with another one. Options of a
+field with a docstring to its section, and a line to `contradictions.py` if it cannot go with another one. Options of a
 method live in the method's own file (see `MethodConfig`).
 """
 
@@ -135,6 +135,9 @@ class EnvConfig(Section):
     """The server, when user is `endpoint`."""
     max_turns: Count = 30
     """Agent turns after which an episode is truncated."""
+    deadline_seconds: NotNegative = 0.0
+    """For one call of the environment, its tools and user included: it runs in a process of its own that is killed
+    then, and the episode is invalid. 0: no deadline, no process."""
 
 
 class PromptConfig(Section):
@@ -197,6 +200,10 @@ class RolloutConfig(Section):
     """Tokens the policy may sample in one turn."""
     max_tokens: Count = 1536
     """Tokens of a whole episode, prompt included; beyond it the episode is truncated."""
+    retries: CountOrZero = 2
+    """Further attempts at an episode that a fault ended, each from its start with the same seeds."""
+    invalid_limit: Fraction = 0.5
+    """Largest share of invalid episodes in a step or a validation; beyond it the run saves itself and stops."""
     context: Annotated[str, Field(pattern=r"^(full|window\([1-9][0-9]*\))$")] = "full"
     """What a prompt keeps of the history, in training and evaluation: full, or window(k), the last k exchanges."""
 
@@ -308,76 +315,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
-        for wrong, message in _contradictions(self):
+        from sinkflex.contradictions import contradictions  # which imports this file
+
+        for wrong, message in contradictions(self):
             if wrong:
                 raise ValueError(message)
         return self
-
-
-def _contradictions(config: Config) -> Iterator[tuple[bool, str]]:
-    """Yield (is it so?, text) for every pair of options that cannot both hold."""
-    tiny, rollout, learner = config.model.tiny, config.rollout, config.learner
-    yield (
-        tiny.heads % tiny.kv_heads != 0,
-        f"model.tiny.heads = {tiny.heads} is not a multiple of model.tiny.kv_heads = {tiny.kv_heads}. "
-        f"Type model.tiny.kv_heads = {tiny.heads} or a divisor of it.",
-    )
-    yield tiny.head_dim % 2 != 0, f"model.tiny.head_dim = {tiny.head_dim} is odd. Type {tiny.head_dim + 1}."
-    yield (
-        tiny.experts_per_token > tiny.experts,
-        f"model.tiny.experts_per_token = {tiny.experts_per_token} is more than model.tiny.experts = {tiny.experts}. "
-        f"Type model.tiny.experts_per_token = {tiny.experts} or less.",
-    )
-    yield (
-        config.model.path == "tiny" and rollout.max_tokens > tiny.max_tokens,
-        f"rollout.max_tokens = {rollout.max_tokens} is more than the model accepts, model.tiny.max_tokens = "
-        f"{tiny.max_tokens}. Type rollout.max_tokens = {tiny.max_tokens} or less, or model.tiny.max_tokens = "
-        f"{rollout.max_tokens}.",
-    )
-    yield (
-        rollout.max_turn_tokens >= rollout.max_tokens,
-        f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room in rollout.max_tokens = "
-        f"{rollout.max_tokens}. Type a smaller rollout.max_turn_tokens.",
-    )
-    yield (
-        learner.mini_batches > rollout.groups,
-        f"learner.mini_batches = {learner.mini_batches} cannot cut rollout.groups = {rollout.groups} by whole groups. "
-        f"Type learner.mini_batches = {rollout.groups} or less.",
-    )
-    yield from _user_contradictions(config.env)
-    yield from _split_contradictions(config)
-
-
-def _split_contradictions(config: Config) -> Iterator[tuple[bool, str]]:
-    domain, roles = config.env.domain, SPLITS[config.env.domain]
-    for key, chosen, allowed in (
-        ("tasks.split", [config.tasks.split], [split for split, role in roles.items() if role == "train"]),
-        ("validation.split or validation.extra", [config.validation.split, *config.validation.extra], list(roles)),
-    ):
-        for split in dict.fromkeys(chosen):
-            why = f"it is {roles[split]}, no run trains on it" if split in roles else f"{domain} has no such split"
-            known = " or ".join(f'"{name}"' for name in allowed)
-            yield split not in allowed, f'{key} = "{split}": {why}. Type {known}.'
-
-
-def _user_contradictions(env: EnvConfig) -> Iterator[tuple[bool, str]]:
-    module, _, name = env.user.partition(":")
-    yield (
-        env.user not in USERS and not (module and name),
-        f'env.user = "{env.user}": there is no such user. Type "scripted", "endpoint", "replay" or '
-        '"package.module:callable".',
-    )
-    yield env.solo and env.user != "scripted", f'env.solo = true has no user. Leave out env.user = "{env.user}".'
-    missing = [f"env.endpoint.{key}" for key in ("base_url", "model") if not getattr(env.endpoint, key)]
-    yield (
-        env.user == "endpoint" and bool(missing),
-        f'env.user = "endpoint" needs {" and ".join(missing)}. Type, for instance, '
-        "--set env.endpoint.base_url=http://localhost:8000/v1 --set env.endpoint.model=NAME",
-    )
-    yield (
-        env.user == "replay" and not env.replay,
-        'env.user = "replay" needs a recording. Type --set env.replay=runs/NAME/trajectories/FILE.jsonl.zst',
-    )
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -130,7 +130,7 @@ def roll_out_training_tasks(config: Config, episodes: int) -> dict[str, Any]:
         `scores.summarize`, the policy, and the file.
     """
     set_up_torch(config)
-    if (config.run_directory / "checkpoints").is_dir():
+    if any(config.run_directory.glob("checkpoints/step_*")):
         policy, where = open_policy(config, config.run_directory)
     else:
         policy, where = new_policy(config, lambda: corpus(config)), "untrained"
@@ -171,7 +171,8 @@ def roll_out(config: Config, policy: Policy, task_ids: list[str], size: int, pha
     """Roll out groups of `size` episodes with fixed weights."""
     env = make_env(config)
     chat = Chat(policy.tokenizer, env.policy, chat_tools(config, env), config.rollout.window)
-    groups, _ = rollout(task_ids, size, lambda: make_env(config), chat, make_sampler(config, policy), phase)
+    sampler, retries = make_sampler(config, policy), config.rollout.retries
+    groups, _ = rollout(task_ids, size, lambda: make_env(config), chat, sampler, phase, retries=retries)
     return groups
 
 

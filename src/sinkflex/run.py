@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
+import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 import torch
 
@@ -23,7 +27,9 @@ from sinkflex.policy.model import Policy, load_policy, new_policy
 from sinkflex.policy.sampler import Sampler
 from sinkflex.policy.sweep import SweepAgent
 from sinkflex.recipe import dump_config
+from sinkflex.rollout.deadline import Nursery
 from sinkflex.rollout.group import Phase, rollout
+from sinkflex.rollout.remote import RemoteEnv
 from sinkflex.rollout.scripted import Dialogue, play
 from sinkflex.scores import summarize
 from sinkflex.seeds import generator, seed_for
@@ -33,9 +39,19 @@ from sinkflex.trajectory import Group
 from sinkflex.users.configured import configured_user
 
 
+class Outage(ValueError):
+    """Too many episodes are invalid to go on; the run has been saved as it was before them."""
+
+
 @dataclass(slots=True)
 class Run:
-    """The parts of a run. `step` counts finished steps; -1 means that the warm start is still to come."""
+    """The parts of a run, a context manager: it closes its files and frees its directory.
+
+    Attributes:
+        step: finished updates; -1 means that the warm start is still to come.
+        unlogged: the record of a step whose validation is still to come.
+        workers: where environments live that have a deadline.
+    """
 
     config: Config
     directory: Path
@@ -46,11 +62,28 @@ class Run:
     method: Method
     tasks: TaskSampler
     metrics: Metrics
+    lock: IO[str]
+    workers: Nursery
     step: int = -1
+    unlogged: dict[str, float] | None = None
+    saved_step: int = -1
 
-    def make_env(self) -> Tau2Env:
-        """Return a new environment of the recipe."""
-        return make_env(self.config)
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(error, Outage) and (self.saved_step < self.step or self.unlogged is not None):
+                self.save()
+        finally:
+            self.metrics.close()
+            self.workers.close()
+            free_directory(self.lock)
+
+    def make_env(self) -> Tau2Env | RemoteEnv:
+        """Return a new environment of the recipe, in a worker if its calls have a deadline."""
+        seconds = self.config.env.deadline_seconds
+        return RemoteEnv(self.workers, partial(make_env, self.config), seconds) if seconds else make_env(self.config)
 
     def rollout(
         self, task_ids: list[str], group_size: int, purpose: str, temperature: float, trials: bool = False
@@ -63,12 +96,31 @@ class Run:
             self.metrics.doing(f"{purpose}: episode", done[0], len(task_ids) * group_size)
 
         phase = Phase(purpose, self.config.run.seed, self.step, self.step, temperature, trials)
-        return rollout(task_ids, group_size, self.make_env, self.chat, self.sampler, phase, count, self.method)
+        retries = self.config.rollout.retries
+        return rollout(task_ids, group_size, self.make_env, self.chat, self.sampler, phase, count, self.method, retries)
+
+    def require_valid(self, groups: list[Group], purpose: str) -> None:
+        """Stop the run if faults ended too many of these episodes.
+
+        Raises:
+            Outage: with the causes, and how to go on.
+        """
+        episodes = [t for group in groups for t in group.members]
+        faults = Counter((t.fault or "unknown").splitlines()[0][:200] for t in episodes if not t.valid)
+        limit = self.config.rollout.invalid_limit
+        if faults.total() > limit * len(episodes) or faults.total() == len(episodes):
+            causes = "; ".join(f"{count} times: {cause}" for cause, count in faults.most_common(3))
+            raise Outage(
+                f"{faults.total()} of {len(episodes)} episodes of {purpose} are invalid, and rollout.invalid_limit is "
+                f"{limit:g} ({causes}). The run is saved as it was before them: remove the cause, then give the same "
+                "command again."
+            )
 
     def score(self, task_set: str, trials: int, temperature: float) -> tuple[dict[str, Any], list[Group]]:
         """Roll out a task set and summarize it."""
         task_ids = [task.task_id for task in scored_tasks(self.config.env.domain, task_set)]
         groups, _ = self.rollout(task_ids, trials, f"validation/{task_set}", temperature, trials=True)
+        self.require_valid(groups, f"the validation on {task_set}")
         return summarize(groups), groups
 
     def save(self, score: float | None = None) -> None:
@@ -82,12 +134,14 @@ class Run:
                 "tasks": self.tasks.state_dict(),
                 "method": self.method.state_dict(),
                 "metrics": self.metrics.state_dict(),
+                "unlogged": self.unlogged,
             },
             provenance=provenance(self.config),
             folders={"model": self.policy.save},
             score=score,
             keep=self.config.train.keep_checkpoints,
         )
+        self.saved_step = self.step
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Take over everything but weights and metrics, which `open_run` has read already."""
@@ -96,14 +150,29 @@ class Run:
         self.learner.updates = state["updates"]
         self.tasks.load_state_dict(state["tasks"])
         self.method.load_state_dict(state["method"])
-        self.step = saved.step
+        self.unlogged = state.get("unlogged")
+        self.step = self.saved_step = saved.step
 
 
 def open_run(config: Config) -> Run:
-    """Build a run, or continue the one in its directory."""
+    """Build a run, or continue the one in its directory.
+
+    Raises:
+        ValueError: the method does not take these options, or another process works in the directory.
+    """
+    method = build_method(config.method.name, config.method.options, config.rollout.max_tokens)
     set_up_torch(config)
     directory = config.run_directory
     directory.mkdir(parents=True, exist_ok=True)
+    lock = lock_directory(directory)
+    try:
+        return _open_run(config, directory, method, lock)
+    except BaseException:
+        free_directory(lock)
+        raise
+
+
+def _open_run(config: Config, directory: Path, method: Method, lock: IO[str]) -> Run:
     saved = checkpoint.latest(directory / "checkpoints")
     if saved is None:
         policy = new_policy(config, lambda: corpus(config))
@@ -114,7 +183,6 @@ def open_run(config: Config) -> Run:
         policy = load_policy(config, saved.path / "model")
         position = saved.state()["metrics"]
     env = make_env(config)
-    method = build_method(config.method.name, config.method.options, config.rollout.max_tokens)
     run = Run(
         config=config,
         directory=directory,
@@ -129,13 +197,47 @@ def open_run(config: Config) -> Run:
             config.run.seed,
         ),
         metrics=open_metrics(config, directory, position),
+        lock=lock,
+        workers=Nursery([__name__]),
     )
     if saved is not None:
         run.restore(saved)
     if run.step < config.train.steps:
         # From here on the run is what this config says; a finished one stays what it was.
-        (directory / "config.toml").write_text(dump_config(config), encoding="utf-8")
+        draft = directory / ".config.toml"
+        draft.write_text(dump_config(config), encoding="utf-8")
+        draft.replace(directory / "config.toml")
     return run
+
+
+def lock_directory(directory: Path) -> IO[str]:
+    """Take a run directory for this process; the system frees it when the process ends, however it ends.
+
+    Raises:
+        ValueError: another process has it.
+    """
+    lock = (directory / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read(20) or "another process"
+        lock.close()
+        raise ValueError(
+            f"{directory} is in use by {owner}. Wait for it or stop it, or choose another run directory with "
+            "--set run.directory=FOLDER."
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()}")
+    lock.flush()
+    return lock
+
+
+def free_directory(lock: IO[str]) -> None:
+    """Give back what `lock_directory` took."""
+    if not lock.closed:
+        lock.truncate(0)
+        lock.close()
 
 
 def make_env(config: Config, offline: bool = False) -> Tau2Env:

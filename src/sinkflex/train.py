@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from sinkflex.config import Config, LearnerConfig
+from sinkflex.envs.env import StopReason
 from sinkflex.learner.losses import LossInputs, aggregate
 from sinkflex.learner.rows import rows_of
 from sinkflex.learner.step import Needs
@@ -41,20 +42,21 @@ def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Ru
         The finished run.
     """
     run = open_run(config)
-    with run.metrics:
+    with run:
         if run.step < 0:
             warm_start(run, interrupted)
-            run.step = 0
-            score = validate(run, "train", {}, last=config.train.steps == 0)
-            run.save(score)
+            run.step, run.unlogged = 0, {}
+        if run.unlogged is not None:
+            conclude(run, interrupted)
         reference = reference_model(run) if run.method.needs_reference else None
         needs = Needs(run.method.needs_entropy, reference, proximal=run.method.options.correction != "none")
         while run.step < config.train.steps:
             started = time.perf_counter()
             # Draw tasks and roll out groups with the current weights.
             task_ids = run.tasks.draw(config.rollout.groups, run.step)
-            groups, spent = run.rollout(task_ids, config.rollout.group_size, "train", config.rollout.temperature)
+            groups, facts = run.rollout(task_ids, config.rollout.group_size, "train", config.rollout.temperature)
             reward(groups, run.method)
+            run.require_valid(groups, f"step {run.step + 1}")
             rolled_out = time.perf_counter()
             # Score: what was sampled becomes rows with advantages.
             rows = rows_of(groups, [run.method.advantages(group) for group in groups])
@@ -71,29 +73,41 @@ def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Ru
             run.step += 1
             run.tasks.observe(groups)
             values = {**rollout_metrics(groups), **update_metrics(updates)}
+            if facts["retried"]:
+                values["rollout/retried"] = facts["retried"]
             values |= {f"tasks/pass_rate/{bucket}": rate for bucket, rate in run.tasks.pass_rate.items()}
             run.method.after_step(groups, values)
             write_trajectories(run.directory / "trajectories" / f"step_{run.step}.jsonl.zst", groups)
             values |= {
                 "timing/rollout_seconds": rolled_out - started,
-                "timing/environment_seconds": spent["environment"],
-                "timing/sampler_seconds": spent["sampler"],
+                "timing/environment_seconds": facts["environment"],
+                "timing/sampler_seconds": facts["sampler"],
                 "timing/update_seconds": updated - rolled_out,
                 "timing/step_seconds": time.perf_counter() - started,
                 "timing/peak_memory_bytes": peak_memory_bytes(),
             }
-            # Validate and checkpoint.
-            last, every = run.step == config.train.steps, config.train.validate_every
-            due = last or (every > 0 and run.step % every == 0)
-            score = validate(run, "train", values, last) if due else None
-            if score is None:
-                run.metrics.log("train", run.step, values)
-            stop = interrupted()
-            if last or stop or run.step % config.train.checkpoint_every == 0:
-                run.save(score)
-            if stop:
-                raise KeyboardInterrupt
+            run.unlogged = values
+            conclude(run, interrupted)
     return run
+
+
+def conclude(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Validate, log and checkpoint a step whose update is done."""
+    config, values = run.config.train, run.unlogged
+    assert values is not None
+    first, last = run.step == 0, run.step == config.steps
+    due = first or last or (config.validate_every > 0 and run.step % config.validate_every == 0)
+    score = None
+    if due:
+        score, found = validate(run, last)
+        values = values | found
+    run.metrics.log("train", run.step, values)
+    run.unlogged = None
+    stop = not first and interrupted()
+    if first or last or stop or run.step % config.checkpoint_every == 0:
+        run.save(score)
+    if stop:
+        raise KeyboardInterrupt(f"step {run.step} is saved")
 
 
 def warm_start(run: Run, interrupted: Callable[[], bool]) -> None:
@@ -128,7 +142,7 @@ def warm_start(run: Run, interrupted: Callable[[], bool]) -> None:
             names = ("loss", "gradient_norm", "learning_rate")
             run.metrics.log("warmup", step, {f"warmup/{name}": values[name] for name in names})
             if interrupted():
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt("the warm start will begin again")
     run.policy.save(run.directory / "warm_start")
 
 
@@ -137,14 +151,12 @@ def likelihood(inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor
     return -aggregate(inputs.policy_logprobs, inputs, "token_mean"), {}
 
 
-def validate(run: Run, stage: str, values: dict[str, float], last: bool) -> float:
-    """Score the current weights, log the record of this step, and return the score."""
+def validate(run: Run, last: bool) -> tuple[float, dict[str, float]]:
+    """Score the current weights; return the score and what goes into the record of this step."""
     config = run.config.validation
     started = time.perf_counter()
     score, groups = run.score(config.split, config.trials, config.temperature)
-    if score["mean@1"] is None:
-        raise RuntimeError(f"every validation episode is invalid: {score['invalid']}")
-    values = values | {"validation/mean@1": score["mean@1"], "validation/invalid": sum(score["invalid"].values())}
+    values = {"validation/mean@1": score["mean@1"], "validation/invalid": sum(score["invalid"].values())}
     write_trajectories(run.directory / "trajectories" / f"validation_{run.step}.jsonl.zst", groups)
     if last or run.step == 0:
         for name in config.extra:
@@ -152,8 +164,7 @@ def validate(run: Run, stage: str, values: dict[str, float], last: bool) -> floa
             if extra["mean@1"] is not None:
                 values[f"validation/{name}/mean@1"] = extra["mean@1"]
     values["timing/validation_seconds"] = time.perf_counter() - started
-    run.metrics.log(stage, run.step, values)
-    return score["mean@1"]
+    return score["mean@1"], values
 
 
 def reward(groups: Sequence[Group], method: Method) -> None:
@@ -168,6 +179,7 @@ def reward(groups: Sequence[Group], method: Method) -> None:
     for t, given in zip(episodes, asyncio.run(ask()), strict=True):
         if isinstance(given, Invalid):
             t.outcome, t.reward, t.fault = Outcome.INVALID, None, given.cause
+            t.stop_reason = StopReason.REWARD_FAULT
         else:
             t.reward, t.reward_parts = given.total, given.parts
 
@@ -183,7 +195,13 @@ def reference_model(run: Run) -> Any:
     """Return a frozen copy of the policy as it was after the warm start."""
     from sinkflex.policy.model import load_policy
 
-    return load_policy(run.config, run.directory / "warm_start").model.requires_grad_(False)
+    folder = run.directory / "warm_start"
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is gone, the policy that the method compares with. Put it back, or start again with "
+            "--set run.directory=FOLDER; a run whose method.kl_coefficient is 0 does without."
+        )
+    return load_policy(run.config, folder).model.requires_grad_(False)
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -198,6 +216,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/sampled_tokens": sum(t.sampled_tokens for t in valid),
         "reward/varied_groups_fraction": float(np.mean([len({t.reward for t in g.valid}) > 1 for g in groups])),
     }
+    if lone := sum(len(g.valid) < 2 <= len(g.members) for g in groups):
+        values["rollout/lone_groups"] = lone
+    faults = Counter(str(t.stop_reason) for t in episodes if not t.valid)
+    values |= {f"rollout/invalid/{kind}": count for kind, count in sorted(faults.items())}
     if valid:
         values |= {
             "reward/mean": float(np.mean(rewards)),

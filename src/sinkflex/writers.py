@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from sinkflex.config import Config
+from sinkflex.plain import plain
 
 # Names under it hold wall-clock facts, which no two runs share.
 TIMING = "timing/"
@@ -115,11 +116,11 @@ class ConsoleWriter(Writer):
 
     def doing(self, what: str) -> None:
         """Show it in the live line."""
-        self._progress.update(self._task, description=f"{what:<32}")
+        self._progress.update(self._task, description=f"{plain(what):<32}")
 
     def say(self, text: str) -> None:
         """Print a line above the live line."""
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(Text(plain(text)), soft_wrap=True)
 
     def write(self, stage: str, step: int, values: Mapping[str, float]) -> None:
         """Print the most telling numbers of the record: of the first, the last, validations, else one a second."""

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import zstandard
 
-from sinkflex.envs.env import Action, EnvironmentFault, Message, StopReason
+from sinkflex.envs.env import Action, EnvironmentFault, Message, StopReason, UserFault
 from sinkflex.learner.rows import rows_of
 from sinkflex.methods.grpo import GRPO
+from sinkflex.metrics import describe
 from sinkflex.policy.chat import Chat
 from sinkflex.policy.sampler import Sampler
 from sinkflex.rollout.group import Phase, rollout
@@ -34,6 +35,22 @@ class OneTurn:
 
     def close(self) -> None:
         pass
+
+
+class Flaky(OneTurn):
+    """Breaks in the middle of the first two episodes of every task "flaky", all over its instances."""
+
+    broken = 0
+
+    def reset(self, seed: int, options: dict[str, Any]) -> tuple[tuple[Message, ...], dict[str, Any]]:
+        self.task_id = options["task_id"]
+        return super().reset(seed, options)
+
+    def step(self, action: Action) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
+        if self.task_id == "flaky" and Flaky.broken < 2:
+            Flaky.broken += 1
+            raise UserFault("the user's server died")
+        return super().step(action)
 
 
 def groups_of(task_ids: list[str], size: int, trials: bool = False) -> list[Group]:
@@ -68,3 +85,41 @@ def test_an_episode_that_breaks_before_its_first_turn_is_listed_and_counts_nowhe
     write_trajectories(tmp_path / "t.jsonl.zst", groups)
     lines = zstandard.ZstdDecompressor().decompress((tmp_path / "t.jsonl.zst").read_bytes()).decode().splitlines()
     assert [json.loads(line)["reward"] for line in lines[:2]] == [None, None]
+
+
+def flaky_groups(retries: int) -> tuple[list[Group], dict[str, float]]:
+    Flaky.broken = 0
+    policy = tiny_policy()
+    sampler = Sampler(policy.model, [1], slots=3, max_tokens=400, max_turn_tokens=2)
+    chat, phase = Chat(policy.tokenizer, "", TOOLS), Phase("train", 0, 0, 0, temperature=1.0)
+    return rollout(["flaky", "a"], 3, Flaky, chat, sampler, phase, retries=retries)
+
+
+def test_a_retried_episode_is_the_one_that_the_fault_has_cut() -> None:
+    (broken, _), (retried, facts) = flaky_groups(0), flaky_groups(1)
+    assert [t.valid for t in broken[0].members] == [False, False, True]
+    assert facts["retried"] == 2 and all(t.valid for t in retried[0].members)
+    Flaky.broken = 2
+    policy = tiny_policy()
+    clean, _ = rollout(
+        ["flaky", "a"],
+        3,
+        Flaky,
+        Chat(policy.tokenizer, "", TOOLS),
+        Sampler(policy.model, [1], slots=3, max_tokens=400, max_turn_tokens=2),
+        Phase("train", 0, 0, 0, temperature=1.0),
+    )
+    for ours, theirs in zip(retried, clean, strict=True):
+        for one, other in zip(ours.members, theirs.members, strict=True):
+            assert (one.member, one.seed, one.reward) == (other.member, other.seed, other.reward)
+            assert [turn.action_ids for turn in one.turns] == [turn.action_ids for turn in other.turns]
+
+
+def test_faults_are_counted_by_kind_and_a_lone_sibling_teaches_nothing() -> None:
+    groups, _ = flaky_groups(0)
+    values = rollout_metrics(groups)
+    assert values["rollout/invalid"] == values["rollout/invalid/user_fault"] == 2
+    assert values["rollout/lone_groups"] == 1
+    for name in values:
+        describe(name)
+    assert [a.any() for a in GRPO({}, 64).advantages(groups[0])] == [False]

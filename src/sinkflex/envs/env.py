@@ -15,11 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 
 class StopReason(StrEnum):
-    """Why an episode ended. The first four terminate it (the task's own end), the rest truncate it (a limit)."""
+    """Why an episode ended.
+
+    The first four terminate it (the task's own end), the next three truncate it (a limit), the rest are faults: they
+    make it invalid.
+    """
 
     USER_STOP = "user_stop"
     TRANSFER = "transfer"
@@ -29,6 +33,10 @@ class StopReason(StrEnum):
     MAX_TOKENS = "max_tokens"
     TOO_MANY_ERRORS = "too_many_errors"
     FAULT = "fault"
+    USER_FAULT = "user_fault"
+    TOOL_FAULT = "tool_fault"
+    REWARD_FAULT = "reward_fault"
+    DEADLINE = "deadline"
 
     @property
     def terminated(self) -> bool:
@@ -40,12 +48,33 @@ class EnvironmentFault(RuntimeError):
     """The environment or its user broke (a dead server, a bug). The episode is invalid; it never scores 0.
 
     Attributes:
+        stop_reason: which part broke.
         info: what `reset` or `step` would have returned as info, as far as it is known; the environment fills it in.
     """
+
+    stop_reason: ClassVar[StopReason] = StopReason.FAULT
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
         self.info: dict[str, Any] = {}
+
+
+class UserFault(EnvironmentFault):
+    """The user broke, or its server."""
+
+    stop_reason = StopReason.USER_FAULT
+
+
+class ToolFault(EnvironmentFault):
+    """A tool broke in a way that is no answer."""
+
+    stop_reason = StopReason.TOOL_FAULT
+
+
+class DeadlineFault(EnvironmentFault):
+    """A call of the environment took longer than it may."""
+
+    stop_reason = StopReason.DEADLINE
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class Episode:
             observation, self._info = self.env.reset(seed=self.seed, options={"task_id": self.task_id})
         except EnvironmentFault as fault:
             self._info = fault.info
-            self._finish(StopReason.FAULT, None, fault.info, str(fault))
+            self._finish(fault.stop_reason, None, fault.info, str(fault))
             return None
         text = self._hooks.prompt(self._task, self._phase)
         self._opening = [*([Message("system", text)] if text else []), *observation]
@@ -121,7 +121,7 @@ class Episode:
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)
         except EnvironmentFault as fault:
-            self._finish(StopReason.FAULT, None, fault.info, str(fault))
+            self._finish(fault.stop_reason, None, fault.info, str(fault))
             return None
         turn.observation = tuple(observation)
         turn.reward_parts = dict(info.get("turn_reward_parts", {}))
@@ -159,7 +159,7 @@ class Episode:
         try:
             last = truncate(reason) if truncate else info
         except EnvironmentFault as fault:
-            self._finish(StopReason.FAULT, None, fault.info, str(fault))
+            self._finish(fault.stop_reason, None, fault.info, str(fault))
         else:
             self._finish(reason, 0.0, last)
 

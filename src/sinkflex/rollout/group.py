@@ -50,6 +50,7 @@ def rollout(
     phase: Phase,
     on_episode: Callable[[Episode], None] | None = None,
     hooks: RolloutHooks | None = None,
+    retries: int = 0,
 ) -> tuple[list[Group], dict[str, float]]:
     """Roll out `group_size` episodes of every task and return the groups in the order of `task_ids`.
 
@@ -62,48 +63,87 @@ def rollout(
         phase: keys every random draw.
         on_episode: called with each finished episode.
         hooks: the method; without one the policy acts undisturbed.
+        retries: how often an episode that a fault ended starts again, after those that wait. It keeps its seeds and
+            random numbers: other draws would let the fault choose what is sampled.
 
     Returns:
-        The groups, and timings in seconds: {"environment": s, "sampler": s}.
+        The groups, and facts: seconds in "environment" and "sampler", and how many episodes were "retried".
     """
     sampler.clear()
     sampler.temperature = phase.temperature
-    spent = {"environment": 0.0, "sampler": 0.0}
+    facts = {"environment": 0.0, "sampler": 0.0}
     kind = phase.purpose.partition("/")[0]
-    episodes = [
-        Episode(None, chat, task_id, member, seed, sampler.max_tokens, phase.policy_version, hooks, kind)
-        for index, task_id in enumerate(task_ids)
-        for member, seed in enumerate(_seeds(phase, index, task_id, len(task_ids), group_size))
-    ]
-    waiting = deque(enumerate(episodes))
-    running: dict[Stream, Episode] = {}
-    envs: list[Any] = []
+    seeds = [_seeds(phase, index, task_id, len(task_ids), group_size) for index, task_id in enumerate(task_ids)]
 
-    def retire(episode: Episode) -> None:
-        envs.append(episode.env)
-        episode.env = None
-        if on_episode is not None:
-            on_episode(episode)
+    def new(number: int) -> Episode:
+        index, member = divmod(number, group_size)
+        identity = (task_ids[index], member, seeds[index][member])
+        return Episode(None, chat, *identity, sampler.max_tokens, phase.policy_version, hooks, kind)
 
-    while waiting or running:
-        with _timed(spent, "environment"):
-            while waiting and sampler.free:
-                number, episode = waiting.popleft()
-                episode.env = envs.pop() if envs else make_env()
+    queue = _Queue(new, len(task_ids) * group_size, make_env, retries, on_episode)
+    running: dict[Stream, int] = {}
+    while queue.waiting or running:
+        with _timed(facts, "environment"):
+            while queue.waiting and sampler.free:
+                number, episode = queue.next()
                 prompt = episode.begin()
                 if prompt is None:
-                    retire(episode)
+                    queue.retire(number)
                 else:
-                    running[sampler.open(prompt, _draws(phase, number // group_size, episode))] = episode
-        with _timed(spent, "sampler"):
+                    running[sampler.open(prompt, _draws(phase, number // group_size, episode))] = number
+        with _timed(facts, "sampler"):
             finished = sampler.tick()
-        with _timed(spent, "environment"):
+        with _timed(facts, "environment"):
             for sampled in finished:
-                if _advance(running[sampled.stream], sampled, sampler):
-                    retire(running.pop(sampled.stream))
-    for env in envs:
-        env.close()
-    return _groups(task_ids, group_size, episodes), spent
+                if _advance(queue.episodes[running[sampled.stream]], sampled, sampler):
+                    queue.retire(running.pop(sampled.stream))
+    queue.close()
+    return _groups(task_ids, group_size, queue.episodes), {**facts, "retried": queue.retried}
+
+
+class _Queue:
+    """The episodes of a phase: those that wait, those that faults ended and that start again, and used environments."""
+
+    def __init__(
+        self,
+        new: Callable[[int], Episode],
+        count: int,
+        make_env: Callable[[], Any],
+        retries: int,
+        on_episode: Callable[[Episode], None] | None,
+    ) -> None:
+        self.episodes = [new(number) for number in range(count)]
+        self.waiting = deque(range(count))
+        self.retried = 0
+        self._new, self._make_env, self._on_episode = new, make_env, on_episode
+        self._retries = [retries] * count
+        self._envs: list[Any] = []
+
+    def next(self) -> tuple[int, Episode]:
+        """Return the number of an episode that waits, and the episode with an environment."""
+        number = self.waiting.popleft()
+        episode = self.episodes[number]
+        episode.env = self._envs.pop() if self._envs else self._make_env()
+        return number, episode
+
+    def retire(self, number: int) -> None:
+        """Take the environment of an episode that has ended; if a fault ended it, let it wait for another attempt."""
+        episode = self.episodes[number]
+        assert episode.trajectory is not None
+        self._envs.append(episode.env)
+        episode.env = None
+        if not episode.trajectory.valid and self._retries[number]:
+            self._retries[number] -= 1
+            self.retried += 1
+            self.episodes[number] = self._new(number)
+            self.waiting.append(number)
+        elif self._on_episode is not None:
+            self._on_episode(episode)
+
+    def close(self) -> None:
+        """Close all environments."""
+        for env in self._envs:
+            env.close()
 
 
 def _advance(episode: Episode, sampled: Sampled, sampler: Sampler) -> bool:

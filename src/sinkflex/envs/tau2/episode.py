@@ -13,7 +13,7 @@ from tau2.data_model.message import ToolCall as Tau2ToolCall
 from tau2.data_model.tasks import Task
 from tau2.environment.environment import Environment
 
-from sinkflex.envs.env import EnvironmentFault, Message, StopReason, ToolCall
+from sinkflex.envs.env import EnvironmentFault, Message, StopReason, ToolCall, ToolFault, UserFault
 from sinkflex.envs.tau2 import policies, scoring
 from sinkflex.envs.tau2.database import fork_world, new_world
 from sinkflex.envs.tau2.tasks import TaskSpec, read
@@ -90,7 +90,7 @@ class Episode:
             if result.error:  # a call that failed midway has skipped the package's sync
                 self.world.sync_tools()
         except Exception as error:
-            raise EnvironmentFault(f"tool {call.name!r} broke: {type(error).__name__}: {error}") from error
+            raise ToolFault(f"tool {call.name!r} broke: {type(error).__name__}: {error}") from error
         answer = Message("tool", result.content or "", tool_call_id=call.id, error=result.error)
         self.record += [(actor, Message(actor, "", tool_calls=(call,))), (actor, answer)]
         return answer
@@ -105,7 +105,7 @@ class Episode:
             try:
                 reply = user_turn()
             except Exception as error:
-                raise EnvironmentFault(f"the user failed: {type(error).__name__}: {error}") from error
+                raise UserFault(f"the user failed: {type(error).__name__}: {error}") from error
             results = tuple(
                 self.call("user", dataclasses.replace(call, id=call.id or f"user_call_{len(self.record)}"))
                 for call in reply.tool_calls
@@ -116,12 +116,12 @@ class Episode:
                 return self._spoken(reply)
             assert self.user is not None, "nobody hears a solo episode"
             user_turn = _observation(self.user, results)
-        raise EnvironmentFault(f"the user used its tools {MAX_USER_ROUNDS} times without a word")
+        raise UserFault(f"the user used its tools {MAX_USER_ROUNDS} times without a word")
 
     def _spoken(self, reply: UserAction) -> tuple[Message, ...]:
         if not reply.text:
             if reply.stop is None:
-                raise EnvironmentFault("the user neither spoke nor acted nor stopped")
+                raise UserFault("the user neither spoke nor acted nor stopped")
             return ()
         message = Message("user", reply.text)
         self.record.append(("user", message))
@@ -154,7 +154,7 @@ def start(spec: TaskSpec, user: User | None, seed: int) -> tuple[Episode, tuple[
         episode.record.append(("assistant", Message("assistant", policies.GREETING)))
     observation = episode.hear(lambda: user.reset(task, seed))
     if episode.stop_reason is not None:
-        raise EnvironmentFault("the user ended the conversation before the agent's first turn")
+        raise UserFault("the user ended the conversation before the agent's first turn")
     return episode, (*seen, *observation)
 
 
