@@ -16,7 +16,7 @@ from sinkflex.policy.model import Policy, load_policy, new_policy
 from sinkflex.rollout.group import Phase, rollout
 from sinkflex.run import chat_tools, corpus, make_env, make_sampler, set_up_torch
 from sinkflex.scores import compare, mean, per_task, summarize
-from sinkflex.tasks.audit import floors
+from sinkflex.tasks.floors import floors
 from sinkflex.tasks.sampling import TaskSampler
 from sinkflex.tasks.suites import open_sealed, scored_tasks, training_tasks
 from sinkflex.trajectory import Group, read_trajectories, write_trajectories

@@ -9,50 +9,12 @@ from typing import Any
 from sinkflex.envs.env import Action, StopReason, ToolCall
 from sinkflex.envs.tau2 import tasks
 from sinkflex.envs.tau2.env import Tau2Env
+from sinkflex.tasks.oracle import QUESTIONS, proposal
 from sinkflex.users.airline import KINDS as AIRLINE
 from sinkflex.users.retail import KINDS as RETAIL
 from sinkflex.users.slots import YES
 
 WRITES = {*RETAIL, *AIRLINE}
-QUESTIONS = {
-    "retail": {
-        "identity": "Could you please provide your email, or your name and zip code?",
-        "order": "What is the order number?",
-        "items": "Which items is it about?",
-        "new": "Which options would you like instead?",
-        "payment": "Which payment method would you like to use?",
-        "reason": "What is the reason?",
-        "address": "What is the address?",
-    },
-    "airline": {
-        "identity": "Please tell me your user id.",
-        "reservation": "What is your reservation id?",
-        "route": "Where would you like to fly?",
-        "flights": "Which flights would you like, and on which dates?",
-        "cabin": "Which cabin do you prefer?",
-        "passengers": "Who are the passengers?",
-        "bags": "How many bags do you need?",
-        "insurance": "Do you need travel insurance?",
-        "payment": "How would you like to pay?",
-    },
-}
-_PROPOSALS = {
-    "cancel_pending_order": "cancel order {order_id} ({reason})",
-    "return_delivered_order_items": "return items {item_ids} of order {order_id}, refunded to {payment_method_id}",
-    "exchange_delivered_order_items": "exchange items {item_ids} for {new_item_ids} in order {order_id}, using "
-    "{payment_method_id}",
-    "modify_pending_order_items": "change items {item_ids} to {new_item_ids} in order {order_id}, using "
-    "{payment_method_id}",
-    "modify_pending_order_address": "change the address of order {order_id} to {address1}, {address2}, {city}, {zip}",
-    "modify_user_address": "change your default address to {address1}, {address2}, {city}, {zip}",
-    "modify_pending_order_payment": "change the payment of order {order_id} to {payment_method_id}",
-    "cancel_reservation": "cancel reservation {reservation_id}",
-    "update_reservation_flights": "change reservation {reservation_id} to {flights} in {cabin}, using {payment_id}",
-    "update_reservation_passengers": "change the passengers of reservation {reservation_id} to {passengers}",
-    "update_reservation_baggages": "change reservation {reservation_id} to {total_baggages} bags, using {payment_id}",
-    "book_reservation": "book {flights} in {cabin} for {passengers}, paid with {payment_methods}",
-    "send_certificate": "send you a certificate of ${amount}",
-}
 
 
 @dataclass
@@ -94,17 +56,6 @@ class Interview:
             return True
         self.refused.append(f"{name} {dict(arguments)}")
         return False
-
-
-def proposal(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a change in words with all its ids."""
-    return _PROPOSALS[name].format(**{key: _words(value) for key, value in arguments.items()})
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(_words(item) for item in value)
-    return " ".join(map(str, value.values())) if isinstance(value, dict) else str(value)
 
 
 def started(domain: str, task_id: str) -> Interview:

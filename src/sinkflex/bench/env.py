@@ -32,7 +32,7 @@ def measure(cell: Row) -> Row:
     from sinkflex.envs.tau2.env import Tau2Env
     from sinkflex.envs.tau2.tasks import load
     from sinkflex.policy.sweep import SweepAgent
-    from sinkflex.tasks.audit import DoNothing
+    from sinkflex.tasks.floors import DoNothing
 
     domain = cell["domain"]
     split = "base" if domain == "mock" else "train"
