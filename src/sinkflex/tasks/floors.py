@@ -41,7 +41,7 @@ class AlwaysTransfer:
 
 
 class Echo:
-    """Says what it has just heard; alone with a ticket it has nobody to say it to."""
+    """Says the user's own words back, which hold what a text is searched for; alone with a ticket it reads it back."""
 
     def __init__(self, solo: bool = False) -> None:
         self.solo = solo
@@ -50,8 +50,8 @@ class Echo:
         """Nothing to reset."""
 
     def act(self, messages: list[Message]) -> Action:
-        """Return the last message."""
-        return done() if self.solo else Action(text=messages[-1].content)
+        """Return what was heard last; alone, once, and then it is done."""
+        return done() if self.solo and len(messages) > 1 else Action(text=messages[-1].content or "Go on.")
 
 
 FLOORS: dict[str, Callable[[bool], Agent]] = {"do_nothing": DoNothing, "always_transfer": AlwaysTransfer, "echo": Echo}
