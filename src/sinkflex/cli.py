@@ -165,6 +165,17 @@ def export(
     return export(source, to, out)
 
 
+@command(app)
+def check(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False) -> Any:
+    """Prove on this very recipe that tokens, masks, sinks and gradients are exact. Exits with 1 if anything fails."""
+    from sinkflex.recipe import load_config
+
+    config = load_config(recipe, overrides or [])
+    from sinkflex.check import report
+
+    raise typer.Exit(report(config, as_json))
+
+
 @command(bench_app, "attention")
 def bench_attention(tokens: Tokens = None, as_json: AsJson = False, debug: Debug = False) -> Any:
     """Measure attention of one layer: eager, transformers' other paths, and ours."""

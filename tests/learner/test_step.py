@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from sinkflex.config import LearnerConfig
 from sinkflex.learner.logprobs import plain_head
-from sinkflex.learner.losses import LossInputs
+from sinkflex.learner.losses import LossInputs, clipped_surrogate
 from sinkflex.learner.step import PROXIMAL, Learner, Needs
 from sinkflex.methods.grpo import GRPO
 from sinkflex.trajectory import Row
@@ -173,6 +173,15 @@ def test_every_option_of_the_loss_changes_the_gradient() -> None:
         before, after = of(**setting), of(**{**setting, option: value})
         assert float((after - before).norm() / before.norm()) > 1e-3, option
     assert set(CHANGES) | OF_ADVANTAGES == set(GRPO.Options.model_fields)
+
+
+def test_an_option_that_is_accepted_and_ignored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sinkflex.methods.method.clipped_surrogate",
+        lambda inputs, low, high, dual: clipped_surrogate(inputs, low, high),
+    )
+    with pytest.raises(AssertionError, match="dual_clip"):
+        test_every_option_of_the_loss_changes_the_gradient()
 
 
 def test_kl_to_the_policy_itself_adds_no_gradient_and_to_another_does() -> None:
