@@ -19,11 +19,18 @@ def draw(members: int, tokens: int) -> list[torch.Tensor]:
     return [torch.randn(members, heads, tokens, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
 
+UNEVEN = [(3, [3, 1, 2]), (12, [0, 12, 7]), *[(1, [1, 1, 1])] * 9, (1, [1, 0, 1]), (2, [2, 1, 0])]
+EVEN = [*[(1, [1, 1, 1])] * 12, (7, [7, 7, 7]), *[(1, [1, 1, 1])] * 5]
+
+
+@pytest.mark.parametrize("steps", [UNEVEN, EVEN], ids=["uneven", "even"])
 @pytest.mark.parametrize("window", [None, 1, 8, 64])
 @pytest.mark.parametrize("prompt", [5, 40])
-def test_a_group_that_grows_unevenly_equals_the_tree(prompt: int, window: int | None) -> None:
-    # Two tool results of different length, then single tokens of which some members get none.
-    steps = [(3, [3, 1, 2]), (12, [0, 12, 7]), *[(1, [1, 1, 1])] * 9, (1, [1, 0, 1]), (2, [2, 1, 0])]
+def test_a_group_that_grows_equals_the_tree(
+    prompt: int, window: int | None, steps: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Uneven: tool results of different length, then single tokens of which some members get none.
+    monkeypatch.setattr(cache_module, "SCORES", 4000)  # several chunks of new tokens
     sinks = torch.randn(HEADS)
     cache = GroupCache([None, window], 3, KV_HEADS, SIZE, capacity=40)
     shared = draw(1, prompt)
@@ -32,7 +39,7 @@ def test_a_group_that_grows_unevenly_equals_the_tree(prompt: int, window: int | 
     first = cache.prefill(1, *shared, sinks)
     for tokens, counts in steps:
         new = draw(3, tokens)
-        cache.begin(tokens, torch.tensor(counts))
+        cache.begin(tokens, counts)
         out = cache.extend(1, *new, sinks)
         cache.advance()
         for member, count in enumerate(counts):
@@ -48,7 +55,7 @@ def test_a_group_that_grows_unevenly_equals_the_tree(prompt: int, window: int | 
 
 @pytest.mark.parametrize("window", [None, 8])
 def test_rows_on_a_cache_equal_one_pass(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_module, "MASK_ELEMENTS", 4000)  # several chunks of queries
+    monkeypatch.setattr(cache_module, "SCORES", 4000)  # several chunks of queries
     q, k, v = draw(2, 70)
     sinks = torch.randn(HEADS)
     real = torch.ones(2, 70, dtype=torch.bool)

@@ -7,8 +7,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from sinkflex.attention.sink import kept_attention
 from sinkflex.bench import attention, cell, step
 from sinkflex.bench.chart import log_chart
+from sinkflex.learner import checkpointing
 
 
 def test_a_cell_runs_in_its_own_process_and_saves_linear_memory() -> None:
@@ -49,6 +51,19 @@ def test_a_step_has_the_same_loss_at_every_stage(monkeypatch: pytest.MonkeyPatch
     ElementTree.fromstring(step.plot(rows))
 
 
+def test_saved_bytes_count_the_attention_that_checkpointed_layers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    full, contexts, seen_by_autograd = step.config_of, [], []
+    monkeypatch.setattr(step, "config_of", lambda heads: full(layers=2, hidden=32, heads=heads, vocabulary=500))
+    monkeypatch.setattr(checkpointing, "kept_attention", lambda: contexts.append(kept_attention()) or contexts[-1])
+    monkeypatch.setattr(
+        step, "saved_bytes", lambda *given: seen_by_autograd.append(cell.saved_bytes(*given)) or seen_by_autograd[-1]
+    )
+    row = step.measure({"tokens": 64, "heads": 8, "measure_saved": True, **step.OURS})
+    kept = [x for first, _ in contexts[-2:] for result in first.results for x in result if x is not None]
+    assert len(kept) == 2 * 2  # output and log-sum-exp of each layer
+    assert row["saved_bytes"] == seen_by_autograd[0] + sum(x.untyped_storage().nbytes() for x in kept)
+
+
 def test_bars_are_met_or_missed() -> None:
     rows = [
         {
@@ -63,7 +78,10 @@ def test_bars_are_met_or_missed() -> None:
         for path, s, b in (("eager", 11.0, 590), ("sink_plan", 1.0, 10))
         for window in (None, attention.WINDOW)
     ]
-    rows += [{"section": "decode", "path": path, "tokens": 4096, "seconds": 1.0} for path in attention.PATHS]
+    rows += [
+        {"section": "decode", "path": path, "cache": cache, "tokens": 4096, "seconds": 1.0}
+        for path, cache in attention.DECODE
+    ]
     judged = {bar["bar"]: bar["measured"] for bar in attention.bars(rows)}
     assert judged["saved bytes of both layers, 4096"] == 59
     assert judged["time of both layers, 4096"] == 11
@@ -85,4 +103,5 @@ def test_a_chart_is_well_formed_and_names_its_lines() -> None:
     )
     root = ElementTree.fromstring(chart)
     texts = [element.text for element in root.iter() if element.tag.endswith("text")]
+    ElementTree.fromstring(log_chart("nothing measured", "tokens", "MB", {"ours": []}))
     assert {"a < b", "tokens", "MB", "ours", "eager", "1024", "2048"} <= set(texts) and "none" not in texts

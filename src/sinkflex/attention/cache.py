@@ -1,12 +1,12 @@
 """Decoding with sinks: keys and values of answers that grow below a shared prompt.
 
-The pieces are those of training: queries against some keys give (O, LSE), pieces merge by LSE, the sink is one more
-piece whose value is 0. What differs is the shape. A decode step has one query a head, so the query heads that share
-keys are packed as rows of one matrix and every key is read once:
+A decode step has one query a head, and its time is that of reading keys and values. So each is read once, where it
+lies: the query heads that share keys are packed as rows of one matrix, keys are kept transposed (rows of them are what
+a product with few queries reads in order), new ones are written in place, and the sink is one more column of scores:
 
-    shared prompt   q [1, K, members x T x g, D]  against [1, K, P, D]: read once for the whole group
-    own tokens      q [members, K, T x g, D]      against [members, K, own, D]
-    window layer    q [members, K, T x g, D]      against a ring of `window` keys a member, that starts as the prompt's
+    shared prompt   q [K, G x g x T, D]  against [K, D, P]: read once for the whole group
+    own tokens      q [K x G, g x T, D]  against [K x G, D, own]
+    window layer    q [K x G, g x T, D]  against a ring of `window` keys a member, that starts as the prompt's
 
 A ring needs no order, since keys carry their rotary position: position p lives in slot p mod window.
 
@@ -24,13 +24,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sinkflex.attention.plan import Plan
 from sinkflex.attention.sink import sink_attention
 
-MASK_ELEMENTS = 2**22  # of one mask; longer prefills on a cache go in chunks of queries
+SCORES = 2**24  # formed at once; more new tokens than that go in chunks
 
 
 class GroupCache:
@@ -60,11 +61,14 @@ class GroupCache:
     ) -> None:
         self.windows = tuple(windows)
         self.capacity = capacity
-        self.lengths = torch.zeros(members, dtype=torch.long, device=device)
+        self.lengths = np.zeros(members, dtype=np.int64)
         self.prompt_tokens = 0
+        self._device = torch.device(device)
         held = [window or capacity for window in self.windows]
-        self._own = [torch.zeros(2, members, kv_heads, n, head_dim, dtype=dtype, device=device) for n in held]
-        self._prompt: list[Tensor | None] = [None] * len(held)  # [2, 1, K, P, D] in layers without a window
+        self._keys = [torch.zeros(kv_heads, members, head_dim, n, dtype=dtype, device=device) for n in held]
+        self._values = [torch.zeros(kv_heads, members, n, head_dim, dtype=dtype, device=device) for n in held]
+        # [K, D, P] and [K, P, D] in layers without a window.
+        self._prompt: list[tuple[Tensor, Tensor] | None] = [None] * len(held)
 
     def prefill(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, scale: float | None = None
@@ -82,13 +86,14 @@ class GroupCache:
         self.prompt_tokens = q.shape[2]
         window = self.windows[layer]
         if window is None:
-            self._prompt[layer] = torch.stack([k, v])
+            self._prompt[layer] = k[0].mT.contiguous(), v[0].contiguous()
         else:
             position = torch.arange(max(0, self.prompt_tokens - window), self.prompt_tokens, device=q.device)
-            self._own[layer][:, :, :, position % window] = torch.stack([k, v])[:, :, :, position]
+            self._keys[layer][..., position % window] = k[0, :, None, position].mT
+            self._values[layer][:, :, position % window] = v[0, :, None, position]
         return sink_attention(q, k, v, Plan.causal(self.prompt_tokens), sinks, scale, window)
 
-    def begin(self, tokens: int = 1, counts: Tensor | None = None) -> None:
+    def begin(self, tokens: int = 1, counts: Sequence[int] | None = None) -> None:
         """Announce the new tokens of a forward pass.
 
         Args:
@@ -98,12 +103,11 @@ class GroupCache:
         Raises:
             ValueError: if a member would exceed the capacity.
         """
-        new = torch.arange(tokens, device=self.lengths.device).expand(len(self.lengths), tokens)
-        counts = torch.full_like(self.lengths, tokens) if counts is None else counts
-        longest = int((self.lengths + counts).max())
+        added = np.full_like(self.lengths, tokens) if counts is None else np.asarray(counts)
+        longest = int((self.lengths + added).max())
         if longest > self.capacity and None in self.windows:
             raise ValueError(f"a member would hold {longest} tokens; the cache was made with capacity={self.capacity}")
-        self._tick = _Tick(self.lengths[:, None] + new, new < counts[:, None], counts, longest)
+        self._pass = _Pass(self.prompt_tokens, self.lengths, added, tokens, longest, self._device)
 
     def extend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, scale: float | None = None
@@ -118,86 +122,139 @@ class GroupCache:
         Returns:
             [G, H, T, D]; without meaning where a token is not real.
         """
-        extend = self._extend_full if self.windows[layer] is None else self._extend_ring
-        return merge(extend(layer, q, torch.stack([k, v]), scale), sinks).to(q.dtype)
+        place = self._pass.place(self.windows[layer])
+        keys, values = self._keys[layer], self._values[layer]
+        if place.beside:  # new tokens see keys of the ring that they displace
+            seen = torch.cat([keys, k.permute(1, 0, 3, 2)], 3), torch.cat([values, v.transpose(0, 1)], 2)
+            _store(keys, values, k, v, place)
+        else:
+            _store(keys, values, k, v, place)
+            seen = keys[..., : place.shown], values[:, :, : place.shown]
+        step = max(1, SCORES // (q.shape[0] * q.shape[1] * (self.prompt_tokens + seen[1].shape[2])))
+        outs = []
+        for start in range(0, q.shape[2], step):
+            mask = None if place.mask is None else place.mask[:, start : start + step]
+            outs.append(_grown(q[:, :, start : start + step], self._prompt[layer], seen, mask, sinks, scale))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
     def advance(self) -> None:
         """Count the new tokens as held; call after the last layer."""
-        self.lengths += self._tick.counts
+        self.lengths = self.lengths + self._pass.counts
 
-    def _extend_full(self, layer: int, q: Tensor, new: Tensor, scale: float | None) -> list[tuple[Tensor, Tensor]]:
-        own, prompt, tick = self._own[layer], self._prompt[layer], self._tick
-        if None not in tick.plans:
-            key = torch.arange(tick.longest, device=q.device)
-            tick.plans[None] = (
-                tick.real.nonzero(as_tuple=True),
-                tick.where[tick.real],
-                _mask(key <= tick.where[..., None]),
-            )
-        (member, token), slot, seen = tick.plans[None]
-        own[:, member, :, slot] = new[:, member, :, token]
-        k, v = own[:, :, :, : tick.longest]
-        parts = [piece(q, k, v, scale, seen)]
-        if prompt is not None:
-            members, heads, tokens, size = q.shape
-            together = q.transpose(0, 1).reshape(1, heads, members * tokens, size)
-            out, lse = piece(together, prompt[0], prompt[1], scale)
-            shape = (heads, members, tokens)
-            parts.append((out.view(*shape, size).transpose(0, 1), lse.view(shape).transpose(0, 1)))
-        return parts
 
-    def _extend_ring(self, layer: int, q: Tensor, new: Tensor, scale: float | None) -> list[tuple[Tensor, Tensor]]:
-        """Attend to the ring as it was and to the new tokens, then let those take the place of the oldest.
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the new tokens of a forward pass go in the layers of one window, and what they see there.
 
-        A single new token takes its place first: what it displaces is just out of its sight.
-        """
-        ring, tick, window = self._own[layer], self._tick, self.windows[layer]
-        assert window is not None
-        if window not in tick.plans:
-            tick.plans[window] = self._ring_plan(window)
-        (member, token), slot, seen = tick.plans[window]
-        if q.shape[2] > 1:
-            k, v = torch.cat([ring, new], 3)
-            ring[:, member, :, slot] = new[:, member, :, token]
-            return [piece(q, k, v, scale, seen)]
-        ring[:, member, :, slot] = new[:, member, :, token]
-        return [piece(q, ring[0], ring[1], scale, seen)]
+    Attributes:
+        slots: a slice that all members share, or (member, token, slot) of each token that is stored.
+        shown: slots in use.
+        mask: [G, T, keys] additive, None if all is seen.
+        beside: the keys are the whole ring as it was, and the new tokens beside it.
+    """
 
-    def _ring_plan(self, window: int) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:
-        """Which new tokens to store, in which slot of the ring, and which slots and new tokens each one sees."""
-        tick = self._tick
-        position = self.prompt_tokens + tick.where
-        stored = tick.real & (tick.where >= (self.lengths + tick.counts)[:, None] - window)
-        single = position.shape[1] == 1
-        last = self.prompt_tokens + self.lengths[:, None] - 1  # newest position in each ring
-        if single:
-            last = last + tick.counts[:, None]
-        slot = torch.arange(window, device=position.device)
-        at = last - (last - slot) % window  # the position that each slot holds; negative for none
-        if not single:
-            at = torch.cat([at, torch.where(tick.real, position, -1)], 1)
-        at, query = at[:, None, :], position[:, :, None]
-        seen = (at >= 0) & (at <= query) & (query - at < window)
-        return stored.nonzero(as_tuple=True), position[stored] % window, _mask(seen)
+    slots: slice | tuple[Tensor, Tensor, Tensor]
+    shown: int
+    mask: Tensor | None
+    beside: bool = False
 
 
 @dataclass(slots=True)
-class _Tick:
-    """The new tokens of one forward pass.
+class _Pass:
+    """The new tokens of one forward pass; all numbers stay on the host until a layer needs them."""
 
-    Attributes:
-        where: [G, T] own position of each.
-        real: [G, T] bool.
-        counts: [G] number of real ones.
-        longest: own tokens of the longest member, the new ones included.
-        plans: by window: (member, token) of what is stored, its slot, and what each token sees.
-    """
-
-    where: Tensor
-    real: Tensor
-    counts: Tensor
+    prompt: int
+    lengths: np.ndarray
+    counts: np.ndarray
+    tokens: int
     longest: int
-    plans: dict[int | None, tuple[tuple[Tensor, ...], Tensor, Tensor | None]] = field(default_factory=dict)
+    device: torch.device
+    places: dict[int | None, _Place] = field(default_factory=dict)
+
+    def place(self, window: int | None) -> _Place:
+        """The same for all layers of a window."""
+        if window not in self.places:
+            self.places[window] = self._full() if window is None else self._ring(window)
+        return self.places[window]
+
+    @property
+    def _even(self) -> bool:
+        """All members have one length, and all new tokens are real."""
+        return bool((self.counts == self.tokens).all() and (self.lengths == self.lengths[0]).all())
+
+    def _full(self) -> _Place:
+        if self._even and self.tokens == 1:
+            return _Place(slice(self.longest - 1, self.longest), self.longest, None)
+        where = self.lengths[:, None] + np.arange(self.tokens)
+        stored = np.arange(self.tokens) < self.counts[:, None]
+        return _Place(self._slots(stored, where), self.longest, self._mask(np.arange(self.longest) <= where[..., None]))
+
+    def _ring(self, window: int) -> _Place:
+        """A single new token takes its slot first: what it displaces is just out of its sight."""
+        where = self.prompt + self.lengths[:, None] + np.arange(self.tokens)
+        if self._even and self.tokens == 1:
+            slot, shown = int(where[0, 0]) % window, min(window, int(where[0, 0]) + 1)
+            return _Place(slice(slot, slot + 1), shown, None)
+        real = np.arange(self.tokens) < self.counts[:, None]
+        stored = real & (where >= self.prompt + (self.lengths + self.counts)[:, None] - window)
+        beside = self.tokens > 1
+        last = self.prompt + self.lengths[:, None] - 1 + (0 if beside else self.counts[:, None])  # newest in each ring
+        at = last - (last - np.arange(window)) % window  # the position that each slot holds; negative for none
+        if beside:
+            at = np.concatenate([at, np.where(real, where, -1)], 1)
+        at, query = at[:, None, :], where[:, :, None]
+        seen = (at >= 0) & (at <= query) & (query - at < window)
+        return _Place(self._slots(stored, where % window), window, self._mask(seen), beside)
+
+    def _slots(self, stored: np.ndarray, slot: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        member, token = np.nonzero(stored)
+        member, token, kept = (torch.from_numpy(x).to(self.device) for x in (member, token, slot[stored]))
+        return member, token, kept
+
+    def _mask(self, seen: np.ndarray) -> Tensor | None:
+        return None if seen.all() else _additive(torch.from_numpy(seen).to(self.device))
+
+
+def _store(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, place: _Place) -> None:
+    """Write new keys and values [G, K, T, D] into keys [K, G, D, slots] and values [K, G, slots, D]."""
+    if isinstance(place.slots, slice):
+        keys[..., place.slots] = k.permute(1, 0, 3, 2)
+        values[:, :, place.slots] = v.transpose(0, 1)
+        return
+    member, token, slot = place.slots
+    keys[:, member, :, slot] = k[member, :, token]
+    values[:, member, slot] = v[member, :, token].transpose(0, 1)
+
+
+def _grown(
+    q: Tensor,
+    prompt: tuple[Tensor, Tensor] | None,
+    own: tuple[Tensor, Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float | None,
+) -> Tensor:
+    """Queries [G, H, T, D] against the prompt's keys [K, D, P] and own ones [K, G, D, L]; mask [G, T, L]."""
+    members, heads, tokens, size = q.shape
+    kv_heads = own[0].shape[0]
+    group = heads // kv_heads
+    rows = _rows(q, scale).view(members, kv_heads, group * tokens, size).transpose(0, 1)
+    scores = _product(rows.reshape(kv_heads * members, group * tokens, size), own[0].flatten(0, 1))
+    scores = scores.view(kv_heads, members, group, tokens, -1)
+    if mask is not None:
+        scores = scores + mask[:, None]
+    parts = [scores]
+    if prompt is not None:
+        together = _product(rows.reshape(kv_heads, members * group * tokens, size), prompt[0])
+        parts.append(together.view(kv_heads, members, group, tokens, -1))
+    column = None if sinks is None else sinks.view(kv_heads, 1, group, 1, 1)
+    weights = _softmax(parts, column).view(kv_heads * members, group * tokens, -1)
+    length = scores.shape[-1]
+    out = _product(weights[..., :length], own[1].flatten(0, 1)).view(kv_heads, members, group, tokens, size)
+    if prompt is not None:
+        weights = weights.view(kv_heads, members * group * tokens, -1)[..., length : length + prompt[1].shape[1]]
+        out = out + _product(weights, prompt[1]).view_as(out)
+    return out.transpose(0, 1).reshape(q.shape).to(q.dtype)
 
 
 def cached_attention(
@@ -218,69 +275,56 @@ def cached_attention(
         real: [B, L] bool, False for padding; None if there is none.
 
     Returns:
-        [B, H, T, D].
+        [B, H, T, D]; 0 for a query that sees nothing.
     """
-    tokens, length = q.shape[2], k.shape[2]
-    chunk = max(1, MASK_ELEMENTS // (length * q.shape[0] * (q.shape[1] // k.shape[1])))
+    batch, heads, tokens, size = q.shape
+    kv_heads, length = k.shape[1:3]
+    keys, values = k.flatten(0, 1).mT, v.flatten(0, 1)
+    column = None if sinks is None else sinks.view(heads, 1, 1)
+    step = max(1, SCORES // (length * batch * heads))
     key = torch.arange(length, device=q.device)
     outs = []
-    for start in range(0, tokens, chunk):
-        rows = q[:, :, start : start + chunk]
-        query = length - tokens + start + torch.arange(rows.shape[2], device=q.device)[:, None]
+    for part in q.split(step, 2):
+        query = length - tokens + sum(x.shape[2] for x in outs) + torch.arange(part.shape[2], device=q.device)[:, None]
         seen = (key <= query)[None]
         if window is not None:
             seen = seen & (query - key < window)
         if real is not None:
             seen = seen & real[:, None]
-        outs.append(merge([piece(rows, k, v, scale, _mask(seen))], sinks))
+        rows = _rows(part, scale).reshape(batch * kv_heads, -1, size)
+        scores = _product(rows, keys).view(batch, heads, -1, length)
+        if not bool(seen.all()):
+            scores = scores + _additive(seen)[:, None]
+        weights = _softmax([scores], column).view(*rows.shape[:2], -1)
+        outs.append(_product(weights[..., :length], values).view(part.shape))
     return torch.cat(outs, 2).to(q.dtype)
 
 
-def piece(q: Tensor, k: Tensor, v: Tensor, scale: float | None, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Queries against one set of keys, the heads that share keys packed as rows.
+def _rows(q: Tensor, scale: float | None) -> Tensor:
+    return (q.to(_exact(q)) * (q.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
 
-    Args:
-        q: [B, H, T, D].
-        k: [B, K, L, D].
-        v: [B, K, L, D].
-        seen: [B or 1, T, L] bool, or None if all is seen.
 
-    Returns:
-        Output [B, H, T, D] and log-sum-exp [B, H, T], both float32 at least; 0 and -inf for a query that sees nothing.
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.float32, x.dtype)
+
+
+def _additive(seen: Tensor) -> Tensor:
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+def _softmax(scores: list[Tensor], sinks: Tensor | None) -> Tensor:
+    """Softmax over all parts of the scores and a last column, the sinks.
+
+    Without sinks, or with ones of -inf, the column weighs nothing, except where no key is seen: then it weighs 1.
     """
-    batch, heads, tokens, size = q.shape
-    group = heads // k.shape[1]
-    exact = torch.promote_types(torch.float32, q.dtype)
-    rows = q.reshape(batch, k.shape[1], group * tokens, size)
-    scale = size**-0.5 if scale is None else scale
-    mask = None
-    if seen is not None:
-        mask = torch.zeros(seen.shape, dtype=exact, device=q.device).masked_fill_(~seen, -torch.inf)
-        mask = mask.repeat(1, group, 1)[:, None]
-    if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(rows, k, v, attn_mask=mask, scale=scale)
-    else:
-        scores = (rows @ k.mT).to(exact).mul(scale)
-        scores = scores if mask is None else scores + mask
-        lse = scores.logsumexp(-1)
-        out = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp().to(v.dtype) @ v
-    out, lse = out.to(exact).reshape(batch, heads, tokens, size), lse.to(exact).reshape(batch, heads, tokens)
-    if seen is not None:
-        lse = lse.masked_fill(~seen.any(2)[:, None], -torch.inf)  # the CPU operator returns 0
-    return out, lse
+    shape, dtype = scores[0].shape[:-1], scores[0].dtype
+    lowest = torch.finfo(dtype).min
+    column = scores[0].new_full((1,), lowest) if sinks is None else sinks.to(dtype).clamp(min=lowest)
+    return torch.softmax(torch.cat([*scores, column.expand(*shape, 1)], -1), -1)
 
 
-def _mask(seen: Tensor) -> Tensor | None:
-    """None if all is seen."""
-    return None if bool(seen.all()) else seen
-
-
-def merge(parts: list[tuple[Tensor, Tensor]], sinks: Tensor | None) -> Tensor:
-    """Join (output, log-sum-exp) of pieces of the same queries, in the given order, and the sinks [H]."""
-    out, lse = parts[0]
-    for more, more_lse in parts[1:]:
-        share = torch.sigmoid(more_lse - lse).nan_to_num(0.0)[..., None]  # neither sees anything: 0
-        out, lse = torch.lerp(out, more, share), torch.logaddexp(lse, more_lse)
-    if sinks is not None:
-        out = out * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])[..., None]
-    return out
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """[n, R, x] by [n, x, y] in float32 at least: on CPU, half precision is what is stored and not what is computed."""
+    if b.device.type == "cpu":
+        return torch.bmm(a, b.to(_exact(b)))
+    return torch.bmm(a.to(b.dtype), b).to(_exact(b))

@@ -3,7 +3,8 @@
     layer    forward and backward of a full layer and of a window layer, gpt-oss's heads at 1/8 of their number
     path     what transformers' own other paths do with a model that owns sinks
     group    answers that share a prompt, packed once against repeated in full
-    decode   one new token of one sequence on a cache
+    decode   one new token of one sequence in one layer: eager's function alone on keys that are there, and whole steps,
+             storage of the new token included, on transformers' DynamicCache and on `GroupCache`
 
 Every cell runs in a process of its own. `python -m sinkflex.bench.attention CELL` runs one cell.
 """
@@ -13,11 +14,12 @@ from __future__ import annotations
 import json
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sinkflex.attention.cache import merge, piece
+from sinkflex.attention.cache import GroupCache, cached_attention
 from sinkflex.attention.plan import Plan
 from sinkflex.attention.sink import sink_attention
 from sinkflex.bench.cell import Row, cpu_seconds, in_own_process, peak_rise, saved_bytes
@@ -27,12 +29,17 @@ HEADS, KV_HEADS, SIZE, WINDOW = 8, 2, 64, 128
 PATHS = ("eager", "sink_plan")
 GROUPS = ((1024, 256, 8), (2048, 128, 16))  # prompt tokens, answer tokens, answers
 OTHER_PATHS = ("sdpa", "flex_attention", "flash_attention_2")
+DECODE = (("eager", "none"), ("eager", "DynamicCache"), ("sink_plan", "DynamicCache"), ("sink_plan", "GroupCache"))
 
 
 def cells(tokens: tuple[int, ...]) -> list[Row]:
     """All cells, the cheap ones first."""
     found: list[Row] = [{"section": "path", "path": path} for path in OTHER_PATHS]
-    found += [{"section": "decode", "path": path, "tokens": n} for n in (1024, 4096, 16384) for path in PATHS]
+    found += [
+        {"section": "decode", "path": path, "cache": cache, "tokens": n}
+        for n in (1024, 4096, 16384)
+        for path, cache in DECODE
+    ]
     found += [
         {"section": "group", "path": path, "prompt": prompt, "answer": answer, "answers": answers}
         for prompt, answer, answers in GROUPS
@@ -62,7 +69,7 @@ def bars(rows: list[Row]) -> list[Row]:
         return next((row for row in rows if all(row.get(k) == v for k, v in wanted.items())), {})
 
     def ratio(name: str, **wanted: object) -> float | None:
-        both = [
+        both: list[list[Any]] = [
             [find(**wanted, section="layer", path=path, window=window).get(name) for window in (None, WINDOW)]
             for path in PATHS
         ]
@@ -78,11 +85,13 @@ def bars(rows: list[Row]) -> list[Row]:
     full = find(section="layer", path="sink_plan", tokens=4096, window=None)
     found.append({"bar": "fraction of GEMM peak, full, 4096", "least": 0.55, "measured": full.get("gemm_fraction")})
     for (prompt, _, answers), least in zip(GROUPS, (2.5, 5), strict=True):
-        pair = [find(section="group", path=path, prompt=prompt).get("seconds") for path in ("repeated", "packed")]
+        pair: list[Any] = [
+            find(section="group", path=path, prompt=prompt).get("seconds") for path in ("repeated", "packed")
+        ]
         measured = pair[0] / pair[1] if None not in pair else None
         found.append({"bar": f"group of {answers} below {prompt} tokens", "least": least, "measured": measured})
-    pair = [find(section="decode", path=path, tokens=4096).get("seconds") for path in PATHS]
-    measured = pair[0] / pair[1] if None not in pair else None
+    alone, _, _, step = (find(section="decode", path=p, cache=c, tokens=4096).get("seconds") for p, c in DECODE)
+    measured = alone / step if alone and step else None
     return [*found, {"bar": "decode step, 4096 keys", "least": 20, "measured": measured}]
 
 
@@ -92,7 +101,7 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         what = {
             "layer": lambda r: f"{r['tokens']} tokens, " + (f"window {r['window']}" if r["window"] else "full"),
-            "decode": lambda r: f"1 query, {r['tokens']} keys",
+            "decode": lambda r: f"{r['tokens']} keys, {r['cache']}",
             "group": lambda r: f"{r['prompt']} + {r['answers']} x {r['answer']}",
             "path": lambda r: "gpt-oss, 16 tokens, CPU",
         }[row["section"]](row)
@@ -143,7 +152,7 @@ def _leaves(tokens: int, queries: int | None = None, gradient: bool = True) -> l
 def _eager(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor | None) -> Tensor:
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-    module = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, sinks=sinks, training=True)
+    module: Any = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, sinks=sinks, training=True)
     return eager_attention_forward(module, q, k, v, mask, SIZE**-0.5)[0].transpose(1, 2)
 
 
@@ -192,21 +201,43 @@ def _group(cell: Row) -> Row:
         ends = [prompt + answer * answers] * prompt
         ends += [prompt + answer * (1 + i) for i in range(answers) for _ in range(answer)]
         plan = Plan(ends)
-    leaves = _leaves(len(plan))
+    q, k, v, sinks = leaves = _leaves(len(plan))
     upstream = torch.randn(1, HEADS, len(plan), SIZE)
 
     def step() -> None:
-        torch.autograd.grad(sink_attention(*leaves[:3], plan, leaves[3]), leaves, upstream)
+        torch.autograd.grad(sink_attention(q, k, v, plan, sinks), leaves, upstream)
 
     return {"peak_bytes": peak_rise(step), "seconds": cpu_seconds(step, 3)}
 
 
 @torch.no_grad()
 def _decode(cell: Row) -> Row:
+    from transformers import DynamicCache
+
     q, k, v, sinks = _leaves(cell["tokens"], queries=1, gradient=False)
-    if cell["path"] == "eager":
-        return {"seconds": cpu_seconds(lambda: _eager(q, k, v, sinks, None), 21)}
-    return {"seconds": cpu_seconds(lambda: merge([piece(q, k, v, None)], sinks), 51)}
+    new_k, new_v = k[:, :, :1].clone(), v[:, :, :1].clone()
+    theirs, ours = DynamicCache(), GroupCache([None], 1, KV_HEADS, SIZE, capacity=cell["tokens"] + 64)
+    if cell["cache"] == "DynamicCache":
+        theirs.update(k, v, 0)
+    if cell["cache"] == "GroupCache":
+        ours.begin(cell["tokens"])  # one sequence has no prompt to share: all tokens are its own
+        queries = torch.randn(1, HEADS, cell["tokens"], SIZE)
+        ours.extend(0, queries, k, v, sinks)
+        ours.advance()
+
+    def group_step() -> Tensor:
+        ours.begin()
+        out = ours.extend(0, q, new_k, new_v, sinks)
+        ours.advance()
+        return out
+
+    step = {
+        ("eager", "none"): lambda: _eager(q, k, v, sinks, None),
+        ("eager", "DynamicCache"): lambda: _eager(q, *theirs.update(new_k, new_v, 0), sinks, None),
+        ("sink_plan", "DynamicCache"): lambda: cached_attention(q, *theirs.update(new_k, new_v, 0), sinks),
+        ("sink_plan", "GroupCache"): group_step,
+    }[cell["path"], cell["cache"]]
+    return {"seconds": cpu_seconds(step, 51)}
 
 
 def _path(cell: Row) -> Row:

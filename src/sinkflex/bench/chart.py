@@ -16,7 +16,7 @@ def log_chart(title: str, x_label: str, y_label: str, series: Mapping[str, Seque
     Args:
         series: points (x, y) by name, all positive; names without points are left out.
     """
-    points = [point for line in series.values() for point in line]
+    points = [point for line in series.values() for point in line] or [(1, 1)]  # empty axes
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     y_low, y_high = (edge(math.log10(end(y for _, y in points))) for edge, end in ((math.floor, min), (math.ceil, max)))
 
