@@ -176,7 +176,11 @@ class WarmupConfig(Section):
     repeats: Count = 4
     """Episodes of the expert on each of them."""
     omit: Fraction = 0.0
-    """Probability with which the expert leaves out a remedy, so that exploration has something to find."""
+    """Probability with which the expert leaves out a check or a remedy, so that exploration has something to find."""
+    forget: dict[str, Fraction] = {}
+    """The same probability for single remedies of the phone, by tool, in place of omit."""
+    diagnose: bool = True
+    """The expert mends what it sees broken; if false it has the user try every remedy (dual control only)."""
     shuffle: bool = True
     """Randomize the order of the expert's checks."""
     learning_rate: Positive = 1e-5

@@ -304,7 +304,7 @@ def demonstrations(config: Config) -> list[Dialogue]:
         raise ValueError(f"warmup.demonstrations is {warmup.demonstrations}, but there are {len(train)} train tasks")
     picks = generator(seed, "demonstrations").permutation(len(train))[: warmup.demonstrations]
     env = make_env(config, offline=True)
-    agent = SweepAgent(seed, omit=warmup.omit, shuffle=warmup.shuffle, solo=config.env.solo)
+    agent = SweepAgent(seed, warmup.omit, warmup.forget, warmup.diagnose, warmup.shuffle, solo=config.env.solo)
     return [
         play(env, agent, train[int(i)].task_id, seed_for(seed, "demonstration", int(i), repeat))
         for i in picks
