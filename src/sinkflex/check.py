@@ -44,7 +44,7 @@ def check(config: Config) -> Iterator[dict[str, Any]]:
     """
     with TemporaryDirectory() as folder:
         subject = open_subject(config, Path(folder))
-        with subject.run.metrics:
+        with subject.run:
             for name, prove in CHECKS.items():
                 yield _record(name, prove, subject)
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sinkflex.checks.subject import Broken, Subject
-from sinkflex.run import open_run
+from sinkflex.run import free_directory, open_run
 from sinkflex.seeds import generator
 from sinkflex.trajectory import Row
 
@@ -55,11 +55,11 @@ def resume(subject: Subject) -> str:
     subject.run.step = 1
     subject.run.save()
     update(subject)
-    again = Subject(open_run(subject.run.config), subject.groups)
-    update(again)
-    pairs = zip(subject.run.policy.model.named_parameters(), again.run.policy.model.parameters(), strict=True)
-    changed = [name for (name, a), b in pairs if not torch.equal(a, b)]
-    again.run.metrics.close()
+    free_directory(subject.run.lock)
+    with open_run(subject.run.config) as again:
+        update(Subject(again, subject.groups))
+        pairs = zip(subject.run.policy.model.named_parameters(), again.policy.model.parameters(), strict=True)
+        changed = [name for (name, a), b in pairs if not torch.equal(a, b)]
     if changed:
         raise Broken(
             f"after a resume {len(changed)} tensors differ, first {changed[0]}",
