@@ -71,7 +71,7 @@ def test_the_control_keeps_the_advantages_of_a_group_and_forgets_whose_they_are(
 
 def test_an_unknown_method_or_option_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="Did you mean grpo"):
-        build_method("gppo", {}, 1)
+        build_method("grpoo", {}, 1)
     with pytest.raises(ValueError, match="clip_high"):
         build_method("grpo", {"clip_hihg": 0.3}, 1)
 

@@ -18,6 +18,11 @@ from sinkflex.trajectory import Group, Trajectory
 
 METHODS: dict[str, str] = {
     "grpo": "sinkflex.methods.grpo:GRPO",
+    "gspo": "sinkflex.methods.gspo:GSPO",
+    "stepo": "sinkflex.methods.stepo:STEPO",
+    "tara": "sinkflex.methods.tara:TARA",
+    "empo": "sinkflex.methods.empo:EMPO",
+    "river": "sinkflex.methods.river:River",
 }
 
 
@@ -25,6 +30,8 @@ class Method(RolloutHooks):
     """Plain GRPO, and the hooks another method overrides."""
 
     Options: ClassVar[type[Options]] = Options
+    needs_solo: ClassVar[bool] = False
+    """Credit goes by telecom's gold calls, so that the agent must own every tool."""
 
     def __init__(self, options: dict[str, Any], max_tokens: int, source: str = "recipe") -> None:
         self.options = parse_section(self.Options, options, source, prefix="method")
