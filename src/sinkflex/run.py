@@ -183,12 +183,13 @@ def _open_run(config: Config, directory: Path, method: Method, lock: IO[str]) ->
         policy = load_policy(config, saved.path / "model")
         position = saved.state()["metrics"]
     env = make_env(config)
+    chat = make_chat(config, policy, env)
     run = Run(
         config=config,
         directory=directory,
         policy=policy,
-        chat=Chat(policy.tokenizer, env.policy, chat_tools(config, env), config.rollout.window),
-        sampler=make_sampler(config, policy),
+        chat=chat,
+        sampler=make_sampler(config, policy, chat),
         learner=make_learner(config, policy, config.learner, config.train.steps * config.learner.mini_batches),
         method=method,
         tasks=TaskSampler(
@@ -276,13 +277,17 @@ def chat_tools(config: Config, env: Tau2Env) -> list[dict[str, Any]]:
     ]
 
 
-def make_sampler(config: Config, policy: Policy) -> Sampler:
-    """Return the sampler of the recipe."""
-    rollouts, stop = config.rollout, policy.tokenizer.eos_token_id
-    assert isinstance(stop, int), "the chat has checked it"
+def make_chat(config: Config, policy: Policy, env: Tau2Env) -> Chat:
+    """Return the conversations of the recipe: the policy's template, the environment's rules and tools."""
+    return Chat(policy.tokenizer, env.policy, chat_tools(config, env), config.rollout.window, config.prompt.tool_format)
+
+
+def make_sampler(config: Config, policy: Policy, chat: Chat) -> Sampler:
+    """Return the sampler of the recipe; a turn ends where the chat says."""
+    rollouts = config.rollout
     return Sampler(
         policy.model,
-        (stop,),
+        chat.stop_ids,
         slots=rollouts.slots,
         max_tokens=rollouts.max_tokens,
         max_turn_tokens=rollouts.max_turn_tokens,

@@ -35,13 +35,13 @@ CHATML = """\
 {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
 
 
-def chat(template: str | None = None, tools: list[dict] | None = None, eos: str | None = "<|end|>") -> Chat:
+def chat(template: str | None = None, tools: list[dict] | None = None, tool_format: str = "auto") -> Chat:
     tokenizer = tiny_policy().tokenizer
     if template is None:
         return Chat(tokenizer, "Be kind.", TOOLS)
-    copy = type(tokenizer)(tokenizer_object=tokenizer._tokenizer, eos_token=eos, pad_token="<|pad|>")
+    copy = type(tokenizer)(tokenizer_object=tokenizer._tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
     copy.chat_template = template
-    return Chat(copy, "", tools or [])
+    return Chat(copy, "", tools or [], tool_format=tool_format)
 
 
 def ids_turn_by_turn(format: Chat) -> tuple[list[int], list[bool], list[Message]]:
@@ -70,7 +70,7 @@ def test_the_end_of_a_turn_that_was_cut_off_is_closed_by_the_template() -> None:
     history = [*CONVERSATION[0], Message("assistant", "Good.")]
     whole, _ = format.extend(history, (Message("user", "Bye."),), "length")
     stopped, _ = format.extend(history, (Message("user", "Bye."),), "stop")
-    assert whole == [*format.stop_ids, *stopped]
+    assert whole == [format.stop_ids[0], *stopped]
 
 
 def test_a_template_that_rewrites_history_forks_the_turn_with_a_whole_new_prompt() -> None:
@@ -107,18 +107,27 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "eos", "line"),
+    ("template", "tool_format", "line"),
     [
-        (CHATML, None, "no eos_token"),
-        (CHATML, "<|pad|>", r"ends no assistant turn with the tokenizer's eos_token <\|pad\|>"),
-        (CHATML.replace("tool_call>", "function_call>"), "<|end|>", "no parser reads"),
-        (CHATML.replace("c.function.arguments}", "{}}"), "<|end|>", "no parser reads"),
-        (CHATML.replace("{{ m.content }}", ""), "<|end|>", "changes what the assistant says"),
-        ("{{ raise_exception('no system, please') }}", "<|end|>", "refuses the conversation: no system, please"),
+        (CHATML, "hermse", "Did you mean hermes"),
+        (CHATML.replace("tool_call>", "function_call>"), "auto", "does not read back"),
+        (CHATML.replace("c.function.arguments}", "{}}"), "auto", "does not read back"),
+        (CHATML.replace("{{ m.content }}", ""), "auto", "does not show what the assistant says"),
+        (CHATML.replace("{{ m.content }}", "{{ m.content | upper }}"), "auto", "does not show what the assistant says"),
+        (CHATML.replace("<|end|>", ""), "auto", "holds no special token"),
+        ("{{ raise_exception('no system, please') }}", "auto", "refuses the conversation: no system, please"),
     ],
 )
 def test_a_template_whose_actions_cannot_be_read_back_is_refused_at_once(
-    template: str, eos: str | None, line: str
+    template: str, tool_format: str, line: str
 ) -> None:
     with pytest.raises(ValueError, match=line):
-        chat(template, TOOLS, eos)
+        chat(template, TOOLS, tool_format=tool_format)
+
+
+def test_calls_stand_in_the_text_where_a_format_is_named_that_the_template_does_not_write() -> None:
+    format = chat(CHATML, TOOLS, tool_format="mistral")
+    ids, forked, history = ids_turn_by_turn(format)
+    assert ids == format.start(history)
+    assert not any(forked)
+    assert "[TOOL_CALLS] [" in format.tokenizer.decode(ids)

@@ -91,11 +91,15 @@ class Action:
     """What the agent does in one turn: text, or tool calls, or (when its output could not be parsed) an error.
 
     An error costs the turn and comes back as an observation. It is never shown to the user.
+
+    Attributes:
+        raw: the whole output that was parsed into this, thinking and stop token included, for later prompts.
     """
 
     text: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     error: str | None = None
+    raw: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

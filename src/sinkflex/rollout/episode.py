@@ -86,7 +86,7 @@ class Episode:
             when `trajectory` is set.
         """
         assert self._acting is not None
-        action = self.chat.parse(sampled.ids, sampled.finish)
+        action = self.chat.parse(sampled.ids, sampled.finish, self._conversation)
         try:
             self._acting.send(Proposal(sampled.ids, sampled.logprobs, sampled.finish, action))
         except StopIteration as decided:

@@ -1,0 +1,195 @@
+"""What a sampled turn says, and what the formats have in common: strict JSON, calls, thinking."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sinkflex.envs.env import Action, ToolCall
+
+OPEN_THINKING, CLOSE_THINKING = "<think>", "</think>"
+_THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?</think>", re.DOTALL)
+_BLANKS = re.compile(r"\s*")
+_CALL_KEYS = {"name", "arguments", "parameters", "id", "type"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a sampled turn says. Malformed calls make the whole turn an error; nothing is dropped or invented.
+
+    Attributes:
+        text: words to the user; a private note beside calls; the whole output if there is an error.
+        thinking: reasoning as it was written, its tags included.
+        calls: tool calls in order, each with an id of its own.
+        error: why the output is no action, "" if it is one.
+    """
+
+    text: str = ""
+    thinking: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    error: str = ""
+
+    def action(self, raw: str) -> Action:
+        """Return the action of the turn, with its output as sampled: exactly one of text, calls and error."""
+        if self.error or self.calls:
+            return Action(error=self.error or None, tool_calls=self.calls, raw=raw)
+        return Action(text=self.text, raw=raw) if self.text else Action(error="empty message", raw=raw)
+
+    def says(self, other: Reply) -> bool:
+        """True if both say the same without an error, whatever blanks stand around it and however JSON is spaced."""
+        return not self.error and not other.error and self._content() == other._content()
+
+    def _content(self) -> tuple[Any, ...]:
+        thinking = self.thinking.replace(OPEN_THINKING, "").replace(CLOSE_THINKING, "").strip()
+        return (
+            self.text.strip(),
+            bool(self.thinking),
+            thinking,
+            [(call.name, write_json(dict(call.arguments))) for call in self.calls],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One way of writing tool calls.
+
+    Attributes:
+        name: what `prompt.tool_format` calls it.
+        markers: a chat template or vocabulary that has one of these strings writes this format.
+        read: what a turn says, its stop token taken off; fails for no text at all.
+        write: the text that makes these calls.
+        stops: tokens that end a turn besides the one that ends a text.
+        form: fields of the assistant message that a chat template takes, calls left out.
+    """
+
+    name: str
+    markers: tuple[str, ...]
+    read: Callable[[str], Reply]
+    write: Callable[[Sequence[ToolCall]], str]
+    stops: tuple[str, ...] = ()
+    form: Callable[[Reply], dict[str, str]] = lambda reply: {
+        "content": f"{reply.thinking}\n\n{reply.text}" if reply.thinking else reply.text
+    }
+
+
+class Malformed(ValueError):
+    """What is wrong with an output, in words for the model."""
+
+
+def reader(parse: Callable[[str], tuple[str, list[ToolCall]]]) -> Callable[[str], Reply]:
+    """Make a format's `read` from a parser of outputs without thinking.
+
+    Args:
+        parse: returns what stands outside the calls, and the calls; raises ValueError or RecursionError.
+    """
+
+    def read(output: str) -> Reply:
+        try:
+            thinking, rest = split_thinking(output)
+            text, calls = parse(rest)
+        except (ValueError, RecursionError) as error:
+            return Reply(text=output, error=str(error))
+        return Reply(text.strip(), thinking, tuple(calls))
+
+    return read
+
+
+def split_thinking(output: str) -> tuple[str, str]:
+    """Return (thinking, the rest). A first block may lack its opening tag, which then was part of the prompt."""
+    if CLOSE_THINKING not in output and OPEN_THINKING not in output:
+        return "", output
+    blocks = _THINKING.findall(output)
+    rest = _THINKING.sub("", output)
+    if OPEN_THINKING in rest:
+        raise Malformed(f"the thinking is not closed by {CLOSE_THINKING}")
+    return "".join(blocks).strip(), rest
+
+
+def read_json(text: str, at: int, what: str) -> tuple[Any, int]:
+    """Return the JSON value at a place, and the place after it and the blanks that follow.
+
+    It can be written again: Python also reads NaN, 1e999, repeated keys and halves of a surrogate pair.
+
+    Raises:
+        Malformed: there is no such value; `what` names it.
+    """
+    try:
+        value, end = _DECODER.raw_decode(text, skip_blanks(text, at))
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"{what} is not valid JSON: {_reason(error, at)}") from error
+    return value, skip_blanks(text, end)
+
+
+def skip_blanks(text: str, at: int) -> int:
+    """Return the first place from `at` on that is no blank."""
+    match = _BLANKS.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def write_json(value: Any) -> str:
+    """Return the JSON that chat templates write."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def call_id(index: int) -> str:
+    """Return the id of a turn's call: nine letters and digits, as Mistral's templates demand."""
+    return f"call{index:05d}"
+
+
+def new_call(name: object, arguments: object, index: int, given: object = None) -> ToolCall:
+    """Return the call number `index` of a turn.
+
+    Args:
+        name, arguments: as written; arguments may be the text of a JSON object.
+        index: from 0.
+        given: an id that the model wrote.
+
+    Raises:
+        Malformed: it is no call.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise Malformed(f"tool call {index + 1} has no name")
+    if isinstance(arguments, str):
+        arguments, end = read_json(text := arguments, 0, f"the text of the arguments of {name[:60]}")
+        if end != len(text):
+            raise Malformed(f"the arguments of {name[:60]} are more than one JSON value")
+    if not isinstance(arguments, dict):
+        raise Malformed(f"the arguments of {name[:60]} must be a JSON object")
+    return ToolCall(name.strip(), arguments, given if isinstance(given, str) and given else call_id(index))
+
+
+def call_of(value: object, index: int) -> ToolCall:
+    """Return the call that a JSON object with name and arguments describes.
+
+    Raises:
+        Malformed: it is none, or has keys that would be lost.
+    """
+    if not isinstance(value, Mapping):
+        raise Malformed(f"tool call {index + 1} must be a JSON object with name and arguments")
+    if unknown := sorted(set(value) - _CALL_KEYS):
+        raise Malformed(f"tool call {index + 1} has an unknown key {unknown[0][:60]!r}; it takes name and arguments")
+    if "arguments" in value and "parameters" in value:
+        raise Malformed(f"tool call {index + 1} has both arguments and parameters")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return new_call(value.get("name"), arguments, index, value.get("id"))
+
+
+def _reason(error: Exception, at: int) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos - at}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise Malformed("a key occurs twice")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
