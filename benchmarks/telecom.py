@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sinkflex.evaluate import evaluate
+from sinkflex import checkpoint
+from sinkflex.evaluate import evaluate, play
 from sinkflex.recipe import load_config
 from sinkflex.train import train
 
@@ -50,8 +51,11 @@ def run_arm(arm: str, seed: int, rows: list[dict[str, Any]], folder: Path, extra
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     timing = [json.loads(line) for line in (directory / "timing.jsonl").read_text().splitlines()]
     scored = [r for r in records if "validation/mean@1" in r]
-    four = evaluate(config, directory, "test", trials=4, temperature=1.0)
-    held_out = evaluate(config, directory, "held_out", trials=1, temperature=0.0)
+    newest = checkpoint.latest(directory / "checkpoints")
+    assert newest is not None, "train leaves one"
+    last = newest.path / "model"
+    four = evaluate(play(config, last, "test", trials=4, temperature=1.0))
+    held_out = evaluate(play(config, last, "held_out"))
     warmup_seconds = seconds - sum(
         t.get("timing/step_seconds", 0) + t.get("timing/validation_seconds", 0) for t in timing
     )
