@@ -110,16 +110,17 @@ def evaluate(
     debug: Debug = False,
 ) -> Any:
     """Score a run, a model or recorded episodes, with the floors beside it; or compare two of them."""
+    from sinkflex.recipe import config_of
     from sinkflex.trajectory import require_writable
 
     if save is not None:
         require_writable(save)
     # Suite and split go through the config, which checks one against the other.
     chosen = [*(overrides or []), *(_of_suite(suite) if suite else ()), f"validation.split={split or 'test'}"]
-    config = _scored_config(source, recipe, chosen)
+    config = config_of(source, recipe, chosen)
     # Both meet the same users.
     chosen += [f"run.seed={config.run.seed}"] if config else []
-    other = _scored_config(against, recipe, chosen) if against else None
+    other = config_of(against, recipe, chosen) if against else None
     if config is None and other is None and (recipe, suite, split, trials, temperature, save, overrides) != (None,) * 7:
         raise ValueError(f"{source} is recorded: nothing is played, so give no option but --against and --per-task")
     from sinkflex.evaluate import evaluate, play, recorded
@@ -261,23 +262,6 @@ def main() -> None:
     sys.path.append(os.getcwd())  # methods and users of one's own, last so that they hide nothing
     warnings.showwarning = _show_warning
     app()
-
-
-def _scored_config(source: Path, recipe: Path | None, overrides: list[str]) -> Any:
-    """Return the recipe that a run or a model folder is played with; None for recorded episodes."""
-    from sinkflex.recipe import did_you_mean, load_config
-
-    if source.is_file():
-        return None
-    if not source.is_dir():
-        hint = did_you_mean(str(source), map(str, source.parent.glob("*")))
-        raise ValueError(
-            f"{source}: no such folder, expected a run directory, a Hugging Face folder, or a .jsonl.zst file.{hint}"
-        )
-    recipe = recipe or source / "config.toml"
-    if not recipe.exists():
-        raise ValueError(f"{recipe}: no such file; name the recipe of environment and prompt with --recipe")
-    return load_config(recipe, overrides)
 
 
 def _train(recipe: Path, overrides: list[str]) -> dict[str, Any]:

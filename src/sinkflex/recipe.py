@@ -57,6 +57,29 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return parse_section(Config, data, str(path), sources=sources)
 
 
+def config_of(source: Path, recipe: Path | None, overrides: Sequence[str]) -> Config | None:
+    """Return the config that a policy is played with: the run's own, or a recipe's. Recorded episodes have none.
+
+    Args:
+        source: a run directory, a Hugging Face folder, or a file of trajectories.
+        recipe: instead of the run's own.
+        overrides: texts of `--set`.
+
+    Raises:
+        ConfigError: there is no such source or recipe, or a mistake in it.
+    """
+    if source.is_file():
+        return None
+    if not source.is_dir():
+        hint = did_you_mean(str(source), map(str, source.parent.glob("*")))
+        expected = "expected a run directory, a Hugging Face folder or a .jsonl.zst file"
+        raise ConfigError(f"{source}: no such folder, {expected}.{hint}")
+    recipe = recipe or source / "config.toml"
+    if not recipe.exists():
+        raise ConfigError(f"{recipe}: no such file; name the recipe of environment and prompt with --recipe")
+    return load_config(recipe, overrides)
+
+
 def parse_section(
     model: type[SectionT],
     data: Mapping[str, Any],

@@ -73,9 +73,9 @@ def test_a_server_killed_in_mid_run_costs_no_score_and_the_run_goes_on_when_it_r
     all_of_them = episodes(groups)
     invalid, valid = ([t for t in all_of_them if t.valid is kind] for kind in (False, True))
     assert 3 <= len(invalid) <= 6, "the failed one and those that ran beside it"
-    assert [(t.reward, t.outcome, t.stop_reason) for t in invalid] == [(None, Outcome.INVALID, StopReason.FAULT)] * len(
-        invalid
-    )
+    assert [(t.reward, t.outcome, t.stop_reason) for t in invalid] == [
+        (None, Outcome.INVALID, StopReason.USER_FAULT)
+    ] * len(invalid)
     assert all(t.reward is not None for t in valid) and {t.user for t in all_of_them} == {"endpoint"}
     assert server.requests and sum("I am back." in str(t.record) for t in valid) > len(invalid)
     score = summarize(groups)
