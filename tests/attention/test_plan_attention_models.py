@@ -106,3 +106,61 @@ def test_a_layer_that_does_not_pass_its_sinks_is_refused() -> None:
         huggingface.plan_attention(module, q, k, k, None)
     with pytest.raises(ValueError, match="softcap=30"):
         huggingface.plan_attention(module, q, k, k, None, s_aux=module.sinks, softcap=30.0)
+
+
+TINY = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+
+
+def on_plan(config: transformers.PreTrainedConfig) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=huggingface.NAME)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_models_that_keep_packed_documents_apart_pass(family: str) -> None:
+    huggingface.require_isolation(pair(family)[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (
+            transformers.Qwen3NextConfig(
+                **TINY, num_hidden_layers=2, head_dim=8, layer_types=["linear_attention", "full_attention"],
+                linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+                num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+            ),
+            "linear_attention",
+        ),
+        (
+            transformers.Lfm2Config(**TINY, num_hidden_layers=2, layer_types=["conv", "full_attention"]),
+            "conv",
+        ),
+    ],
+    ids=["Qwen3-Next", "LFM2"],
+)  # fmt: skip
+def test_layers_that_carry_state_across_documents_are_refused(
+    config: transformers.PreTrainedConfig, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plan = on_plan(config), Plan.from_lengths([5, 4])
+    with pytest.raises(ValueError, match=f"has layers of type {kind}, which carry"):
+        huggingface.require_isolation(model)
+    with pytest.raises(ValueError, match=f"has layers of type {kind}, which carry"):
+        positions = torch.from_numpy(plan.position)[None]
+        model(input_ids=torch.arange(9)[None], position_ids=positions, plan=plan, use_cache=False)
+    assert model(input_ids=torch.arange(9)[None], use_cache=False).logits.isfinite().all()  # one document may
+    monkeypatch.setattr(huggingface, "LAYERS", ("conv", "linear_attention", *huggingface.LAYERS))
+    with pytest.raises(ValueError, match="packed documents otherwise than each alone"):  # also if nobody names the kind
+        huggingface.require_isolation(model)
+
+
+def test_masks_that_a_plan_does_not_describe_are_refused() -> None:
+    ids = torch.arange(9)[None]
+    chunked = transformers.Llama4TextConfig(
+        **TINY, num_hidden_layers=2, head_dim=8, num_local_experts=2, intermediate_size_mlp=48, attention_chunk_size=4
+    )
+    with pytest.raises(ValueError, match="Llama4TextConfig has a mask in chunks"):
+        on_plan(chunked)(input_ids=ids, use_cache=False)
+    both_ways = transformers.LlamaConfig(**TINY, num_hidden_layers=1, is_causal=False)
+    with pytest.raises(ValueError, match="that sees later tokens"):
+        on_plan(both_ways)(input_ids=ids, use_cache=False)

@@ -7,6 +7,7 @@ mask, documents told by position_ids that restart, or else one causal sequence a
 
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sink_plan")
     require_live_sinks(model)
+    require_isolation(model)
     plan = Plan.from_lengths([300, 200])
     model(input_ids=ids, position_ids=torch.from_numpy(plan.position)[None], plan=plan)
 
@@ -15,6 +16,7 @@ Shape letters: B rows, H query heads, K key heads, T tokens of a row, D head siz
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,6 +30,7 @@ from sinkflex.attention.sink import sink_attention
 
 NAME = "sink_plan"  # a name with "flash" in it would be redirected to a kernel from the hub
 FLEX_NAME = "sink_flex"  # the same on FlexAttention
+LAYERS = ("full_attention", "sliding_attention")  # kinds of layers that a plan describes
 
 
 def plan_attention(
@@ -75,6 +78,8 @@ def plan_attention(
     else:
         assert not isinstance(attention_mask, torch.Tensor)
         plan = plan or attention_mask or _plan_from_positions(query, position_ids)
+        if len(plan.runs) > query.shape[0]:
+            _refuse_carrying_layers(module.config if hasattr(module, "config") else None)
         out = sink_attention(query, key, value, plan, s_aux, scaling, sliding_window, backend)
     return out.transpose(1, 2), None
 
@@ -85,6 +90,9 @@ def plan_mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     attention_mask: torch.Tensor | None = None,
+    mask_function: Callable[..., Any] | None = None,
+    use_vmap: bool = False,
+    config: Any = None,
     **_: Any,
 ) -> Plan | torch.Tensor | None:
     """The mask function that transformers calls once a layer type.
@@ -92,7 +100,17 @@ def plan_mask(
     Returns:
         A plan for a padded batch, which of its keys [B, L] are real if a cache holds the first ones, None without
         padding.
+
+    Raises:
+        ValueError: if the model wants a mask that is not causal with or without a window, or its cache is not growing.
     """
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    zero, one = torch.arange(2)
+    if chunked or use_vmap or (mask_function and q_length > 1 and bool(mask_function(zero, zero, zero, one))):
+        kind = "in chunks" if chunked else "of its own" if use_vmap else "that sees later tokens"
+        raise ValueError(
+            f"{type(config).__name__} has a mask {kind}; {NAME} is causal with or without a window, use eager"
+        )
     if q_offset + q_length != kv_offset + kv_length:
         found = f"{kv_length} keys from {kv_offset} for queries {q_offset} to {q_offset + q_length}"
         raise ValueError(f"a cache returns {found}; expected keys that end with the queries, as DynamicCache does")
@@ -111,6 +129,42 @@ def _plan_from_positions(query: torch.Tensor, position_ids: torch.Tensor | None)
     if position_ids is not None:
         fresh[:, 1:] = (torch.diff(position_ids.expand(batch, -1)) != 1).cpu().numpy()
     return Plan.from_lengths(np.diff(np.flatnonzero(np.append(fresh, True))).tolist())
+
+
+def _refuse_carrying_layers(config: Any) -> None:
+    carrying = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYERS))
+    if carrying:
+        raise ValueError(
+            f"{type(config).__name__} has layers of type {', '.join(carrying)}, which carry what they read from one "
+            f"packed document into the next; {NAME} packs models whose layers are all {' or '.join(LAYERS)}"
+        )
+
+
+@torch.no_grad()
+def require_isolation(model: PreTrainedModel) -> None:
+    """Prove that what is packed does not see what it should not: it must equal its rows, each alone.
+
+    Packed are a prompt with two answers and a second document, so that anything beside attention that mixes tokens
+    (convolutions, linear attention, states) shows, and so does a model that takes no notice of positions.
+
+    Raises:
+        ValueError: if the logits differ.
+    """
+    text = model.config.get_text_config()
+    _refuse_carrying_layers(text)
+    plan = Plan([11] * 3 + [7] * 4 + [11] * 4 + [16] * 5)
+    rows = ([0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 7, 8, 9, 10], [11, 12, 13, 14, 15])
+    ids = (torch.arange(16, device=model.device) * 7 + 3) % text.vocab_size
+    positions = torch.from_numpy(plan.position).to(model.device)
+    packed = model(input_ids=ids[None], position_ids=positions[None], plan=plan, use_cache=False).logits[0]
+    tolerance = min(256 * torch.finfo(packed.dtype).eps, 0.1)
+    for row in rows:
+        alone = model(input_ids=ids[None, row], use_cache=False).logits[0]
+        if (packed[row] - alone).norm() > tolerance * alone.norm():
+            raise ValueError(
+                f"{type(model).__name__} computes packed documents otherwise than each alone: something beside "
+                f"attention mixes tokens, or positions are not heeded; {NAME} cannot pack it"
+            )
 
 
 @torch.no_grad()

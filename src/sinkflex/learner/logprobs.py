@@ -6,7 +6,7 @@ Shape letters: T tokens of a row, N wanted tokens, K candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -99,16 +99,36 @@ def sampled_nodes(batch: Batch) -> np.ndarray:
     return np.concatenate([index[row.loss_mask] for row, index in zip(batch.rows, batch.node_index, strict=True)])
 
 
-@cache
+_PLAIN: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
 def plain_head(model: PreTrainedModel) -> bool:
     """Return True if the logits are the output layer's weight times the last hidden state, and nothing else.
 
-    Then they need not exist all at once. Models that scale, cap or shift their logits keep their own way.
+    Then they need not exist all at once. Models that bias, scale, cap or shift their logits keep their own way.
     """
-    with torch.no_grad():
-        ids = torch.arange(2, 6, device=model.device)[None]
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
-        logits = model(input_ids=ids, use_cache=False).logits[0]
-        head = model.get_output_embeddings()
-        assert head is not None
-        return torch.allclose(hidden @ head.weight.T, logits, rtol=1e-4, atol=1e-5)
+    if model not in _PLAIN:
+        _PLAIN[model] = _has_plain_head(model)
+    return _PLAIN[model]
+
+
+@torch.no_grad()
+def _has_plain_head(model: PreTrainedModel) -> bool:
+    """Watch what the layer is given, and whether the model returns what it says: large numbers, where a cap shows."""
+    head = model.get_output_embeddings()
+    if head is None or getattr(head, "bias", None) is not None:
+        return False
+    ids = torch.arange(2, 6, device=model.device)[None]
+    expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state @ head.weight.T
+    plain = []
+
+    def enlarge(_module: object, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+        plain.append(torch.allclose(expected, output, rtol=1e-4, atol=1e-5))
+        return 1e4 * torch.ones_like(output).cumsum(-1)
+
+    hook = head.register_forward_hook(enlarge)
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    return plain == [True] and torch.equal(logits, 1e4 * torch.ones_like(logits).cumsum(-1))

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from sinkflex.attention.huggingface import NAME, require_live_sinks
+from sinkflex.attention.huggingface import NAME, require_isolation, require_live_sinks
 from sinkflex.config import Config, RunConfig
 from sinkflex.policy import experts
 from sinkflex.policy.tiny import build_model, build_tokenizer
@@ -85,16 +85,20 @@ def load_policy(config: Config, folder: Path) -> Policy:
 
 def _prepare(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Policy:
     cast(torch.nn.Module, model).to(device_of(config.run)).eval()
-    # Dropout would make the learner's log-probs differ from the sampler's.
-    model.config.attention_dropout = 0.0
     modules: list[Any] = list(model.modules())
+    # Dropout would make the learner's log-probs differ from the sampler's. Models also keep it as plain numbers.
+    for holder in (model.config, *modules):
+        for name, value in vars(holder).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(holder, name, 0.0)
     for module in modules:
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # no padding is ever fed, but eos may have its id and must be learned
     model.set_attn_implementation(NAME)
     if any(hasattr(module, "gate_up_proj") and hasattr(module, "has_gate") for module in modules):
         model.set_experts_implementation(experts.NAME)
     require_live_sinks(model)
+    require_isolation(model)
     return Policy(model, tokenizer)
