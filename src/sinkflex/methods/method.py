@@ -23,6 +23,7 @@ METHODS: dict[str, str] = {
     "tara": "sinkflex.methods.tara:TARA",
     "empo": "sinkflex.methods.empo:EMPO",
     "river": "sinkflex.methods.river:River",
+    "toolsrl": "sinkflex.methods.toolsrl:ToolsRL",
 }
 
 
