@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -42,7 +44,7 @@ def test_a_step_has_the_same_loss_at_every_stage(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(step, "config_of", lambda heads: full(layers=2, hidden=32, heads=heads, vocabulary=500))
     rows = [
         {"section": "step", "tokens": 64, "heads": 8, **stage}
-        | step.measure({"tokens": 64, "heads": 8, "measure_saved": True, **stage})
+        | step.measure({"tokens": 64, "heads": 8, "budget": False, **stage})
         for stage in step.STAGES
     ]
     assert all(row["nll"] == pytest.approx(rows[0]["nll"], rel=1e-5) for row in rows)
@@ -58,7 +60,7 @@ def test_saved_bytes_count_the_attention_that_checkpointed_layers_keep(monkeypat
     monkeypatch.setattr(
         step, "saved_bytes", lambda *given: seen_by_autograd.append(cell.saved_bytes(*given)) or seen_by_autograd[-1]
     )
-    row = step.measure({"tokens": 64, "heads": 8, "measure_saved": True, **step.OURS})
+    row = step.measure({"tokens": 64, "heads": 8, "budget": False, **step.OURS})
     kept = [x for first, _ in contexts[-2:] for result in first.results for x in result if x is not None]
     assert len(kept) == 2 * 2  # output and log-sum-exp of each layer
     assert row["saved_bytes"] == seen_by_autograd[0] + sum(x.untyped_storage().nbytes() for x in kept)
@@ -95,6 +97,18 @@ def test_the_peak_of_a_call_is_what_it_allocates() -> None:
     if rise is None:
         pytest.skip("this kernel does not reset its high-water mark")
     assert 0.9 * 2**26 <= rise <= 1.5 * 2**26
+
+
+def test_memory_over_what_is_allowed_is_refused() -> None:
+    script = "import torch; from sinkflex.bench import cell; cell.allow_memory(2**28); torch.zeros({}); print('fits')"
+    run = lambda n: subprocess.run([sys.executable, "-c", script.format(n)], capture_output=True, text=True)  # noqa: E731
+    assert run(2**25).stdout == "fits\n"
+    assert "allocate memory" in run(2**27).stderr
+
+
+def test_a_cell_over_its_time_is_refused() -> None:
+    row = cell.in_own_process("sinkflex.bench.attention", {"section": "path", "path": "sdpa"}, cpu_limit_seconds=1)
+    assert row["refused"] == "not done in 1 s of CPU time"
 
 
 def test_a_chart_is_well_formed_and_names_its_lines() -> None:

@@ -1,4 +1,4 @@
-"""Only logits that are a plain product are formed by chunks: not with a bias that is still 0, nor under a far-off cap."""
+"""Only logits that are a plain product are formed by chunks; a bias that is still 0 or a far-off cap forbids it."""
 
 from __future__ import annotations
 

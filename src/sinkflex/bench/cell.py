@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +26,27 @@ from torch import Tensor
 Row = dict[str, Any]
 
 
-def in_own_process(module: str, cell: Row, timeout_seconds: float = 1800) -> Row:
+def in_own_process(module: str, cell: Row, cpu_limit_seconds: int = 1800) -> Row:
     """Run `python -m module CELL` on one thread and return the cell with what it printed.
 
     A cell that fails, for lack of memory say, comes back with the last line of its error under "refused".
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", module, json.dumps(cell)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
-    except subprocess.TimeoutExpired:
-        return {**cell, "refused": f"not done in {timeout_seconds:.0f} s"}
+    limit = partial(resource.setrlimit, resource.RLIMIT_CPU, (cpu_limit_seconds, cpu_limit_seconds + 5))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, preexec_fn=limit)
+    if done.returncode == -signal.SIGXCPU:
+        return {**cell, "refused": f"not done in {cpu_limit_seconds} s of CPU time"}
     if done.returncode:
         last = [line for line in done.stderr.strip().splitlines() if line.strip()] or [f"exit {done.returncode}"]
         return {**cell, "refused": last[-1]}
     return {**cell, **json.loads(done.stdout.strip().splitlines()[-1])}
+
+
+def allow_memory(extra_bytes: float) -> None:
+    """Let this process allocate so much more than it has (Linux); what asks for more fails instead of the machine."""
+    limit = int(status_bytes("VmData") + extra_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def cpu_seconds(call: Callable[[], object], repeats: int) -> float:
@@ -57,12 +66,13 @@ def peak_rise(call: Callable[[], object]) -> int | None:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
-    before = resident("VmRSS")
+    before = status_bytes("VmRSS")
     call()
-    return resident("VmHWM") - before
+    return status_bytes("VmHWM") - before
 
 
-def resident(name: str) -> int:
+def status_bytes(name: str) -> int:
+    """A memory figure of this process, as the kernel tells it."""
     found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
