@@ -16,7 +16,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from sinkflex.bench.cell import Row, in_own_process, resident
+from sinkflex.bench.cell import Row, in_own_process, status_bytes
 
 DOMAINS = ("telecom", "mock")
 LIVE = 256
@@ -53,13 +53,13 @@ def measure(cell: Row) -> Row:
             steps.append(time.perf_counter() - started)
             messages += observation
             ended = terminated or truncated
-    before = resident("VmRSS")
+    before = status_bytes("VmRSS")
     live = [Tau2Env(domain=domain, split=split) for _ in range(LIVE)]
     for number, one in enumerate(live):
         observation, _ = one.reset(seed=number)
         agent.reset(number)
         one.step(agent.act(list(observation)))
-    rise = resident("VmRSS") - before
+    rise = status_bytes("VmRSS") - before
     return {
         **cell,
         "reset_ms": median(resets) * 1e3,
