@@ -91,7 +91,7 @@ def dialogues(draw: st.DrawFn) -> list[tuple[Action, tuple[Message, ...]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(dialogue=dialogues())
 def test_random_dialogues_are_exact(name: str, dialogue: list[tuple[Action, tuple[Message, ...]]]) -> None:
     chat = chat_of(name)

@@ -31,6 +31,8 @@ READ: list[tuple[str, str, list[tuple[str, Any]], str, str]] = [
     ("hermes", '<think>\nf?\n</think>\n\n<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', X1, "", "<think>\nf?\n</think>"),
     ("hermes", '<think><tool_call>{"name": "f"}</tool_call></think>Hello.', [], "Hello.", '<think><tool_call>{"name": "f"}</tool_call></think>'),
     ("hermes", "f?\n</think>\n\nHello.", [], "Hello.", "f?\n</think>"),
+    ("hermes", 'I<think>f?</think> look.<tool_call>{"name": "f", "arguments": {"x": "<think></think>"}}</tool_call>', [("f", {"x": "<think></think>"})], "I look.", "<think>f?</think>"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>', [("f", {"x": "</think>"})], "", ""),
     ("llama", '{"name": "f", "parameters": {"x": 1}}', X1, "", ""),
     ("llama", '{"type": "function", "name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}', [*X1, ("g", {})], "", ""),
     ("llama", f'I look.{PY}{{"name": "f", "parameters": {{"x": 1}}}}', X1, "I look.", ""),

@@ -33,6 +33,6 @@ def _parse(text: str) -> tuple[str, list[ToolCall]]:
 COMPACT = Format(
     "compact",
     (CALL,),
-    reader(_parse),
+    reader(_parse, CALL),
     lambda calls: "".join(f"{CALL}{call.name} {write_json(dict(call.arguments))}" for call in calls),
 )

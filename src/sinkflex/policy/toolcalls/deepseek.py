@@ -50,4 +50,4 @@ def _write(calls: Sequence[ToolCall]) -> str:
     return f"{CALLS}{''.join(written)}{CALLS_END}"
 
 
-DEEPSEEK = Format("deepseek", (CALL,), reader(_parse), _write)
+DEEPSEEK = Format("deepseek", (CALL,), reader(_parse, CALLS, CALL), _write)

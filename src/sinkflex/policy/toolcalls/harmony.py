@@ -14,7 +14,16 @@ import re
 from collections.abc import Sequence
 
 from sinkflex.envs.env import ToolCall
-from sinkflex.policy.toolcalls.reply import Format, Malformed, Reply, new_call, read_json, skip_blanks, write_json
+from sinkflex.policy.toolcalls.reply import (
+    Format,
+    Malformed,
+    Reply,
+    malformed,
+    new_call,
+    read_json,
+    skip_blanks,
+    write_json,
+)
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _MARK = re.compile(r"<\|(?:start|end|message|channel|constrain|call|return)\|>")
@@ -37,7 +46,7 @@ def _read(output: str) -> Reply:
         while at < len(output):
             at = _message(output, at, parts, calls)
     except ValueError as error:
-        return Reply(text=output, error=str(error))
+        return malformed(output, error)
     thinking, notes, final = ("\n".join(part for part in parts[name] if part) for name in parts)
     return Reply("\n".join(filter(None, (notes, final))) if calls else final or notes, thinking, tuple(calls))
 

@@ -35,7 +35,7 @@ def _parse(text: str) -> tuple[str, list[ToolCall]]:
 HERMES = Format(
     "hermes",
     (OPEN,),
-    reader(_parse),
+    reader(_parse, OPEN),
     lambda calls: "\n".join(
         f"{OPEN}\n{write_json({'name': call.name, 'arguments': dict(call.arguments)})}\n{CLOSE}" for call in calls
     ),

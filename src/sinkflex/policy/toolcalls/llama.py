@@ -23,18 +23,21 @@ TAG = "<|python_tag|>"
 LONGEST_PYTHON = 20_000
 _PYTHON = re.compile(r"\[?\s*[A-Za-z_][\w.-]*\s*\(")
 _BRACKETED = re.compile(r"\[\s*[A-Za-z_]\w*\s*\(")
-_INSIDE = re.compile(
-    r'\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:'
-)
+_INSIDE = re.compile(r'"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:')
 
 
 def _parse(text: str) -> tuple[str, list[ToolCall]]:
-    note, tag, tagged = text.partition(TAG)
-    body = (tagged if tag else text).strip()
+    whole = text.strip()
+    if whole.startswith("{"):
+        return "", _json_calls(whole)
+    if _BRACKETED.match(whole) and whole.endswith("]"):
+        return "", _python_calls(whole)
+    note, tag, rest = text.partition(TAG)
+    body = rest.strip()
     if body.startswith("{"):
-        return note if tag else "", _json_calls(body)
-    if _PYTHON.match(body) if tag else _BRACKETED.match(body) and body.endswith("]"):
-        return note if tag else "", _python_calls(body)
+        return note, _json_calls(body)
+    if _PYTHON.match(body):
+        return note, _python_calls(body)
     if tag:
         raise Malformed(f"after {TAG} comes neither a JSON object nor name(argument=value)")
     if _INSIDE.search(text):
@@ -82,7 +85,7 @@ def _python_call(node: ast.expr, index: int) -> ToolCall:
 LLAMA = Format(
     "llama",
     (TAG, "<|start_header_id|>"),
-    reader(_parse),
+    reader(_parse, TAG),
     lambda calls: "; ".join(write_json({"name": c.name, "parameters": dict(c.arguments)}) for c in calls),
     stops=("<|eot_id|>", "<|eom_id|>"),
 )

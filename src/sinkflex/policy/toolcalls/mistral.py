@@ -55,4 +55,4 @@ def _write(calls: Sequence[ToolCall]) -> str:
     return f"{CALLS} " + write_json([{"name": c.name, "arguments": dict(c.arguments), "id": c.id} for c in calls])
 
 
-MISTRAL = Format("mistral", (CALLS,), reader(_parse), _write)
+MISTRAL = Format("mistral", (CALLS,), reader(_parse, CALLS), _write)

@@ -11,7 +11,6 @@ from typing import Any
 from sinkflex.envs.env import Action, ToolCall
 
 OPEN_THINKING, CLOSE_THINKING = "<think>", "</think>"
-_THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?</think>", re.DOTALL)
 _BLANKS = re.compile(r"\s*")
 _CALL_KEYS = {"name", "arguments", "parameters", "id", "type"}
 
@@ -79,33 +78,58 @@ class Malformed(ValueError):
     """What is wrong with an output, in words for the model."""
 
 
-def reader(parse: Callable[[str], tuple[str, list[ToolCall]]]) -> Callable[[str], Reply]:
+def reader(parse: Callable[[str], tuple[str, list[ToolCall]]], *begins: str) -> Callable[[str], Reply]:
     """Make a format's `read` from a parser of outputs without thinking.
 
     Args:
         parse: returns what stands outside the calls, and the calls; raises ValueError or RecursionError.
+        begins: what a call begins with.
     """
 
     def read(output: str) -> Reply:
         try:
-            thinking, rest = split_thinking(output)
+            thinking, rest = split_thinking(output, begins)
             text, calls = parse(rest)
         except (ValueError, RecursionError) as error:
-            return Reply(text=output, error=str(error))
+            return malformed(output, error)
         return Reply(text.strip(), thinking, tuple(calls))
 
     return read
 
 
-def split_thinking(output: str) -> tuple[str, str]:
-    """Return (thinking, the rest). A first block may lack its opening tag, which then was part of the prompt."""
-    if CLOSE_THINKING not in output and OPEN_THINKING not in output:
-        return "", output
-    blocks = _THINKING.findall(output)
-    rest = _THINKING.sub("", output)
-    if OPEN_THINKING in rest:
-        raise Malformed(f"the thinking is not closed by {CLOSE_THINKING}")
-    return "".join(blocks).strip(), rest
+def malformed(output: str, error: Exception) -> Reply:
+    """Return the reply that an output is which cannot be read; what the error quotes can be written to a file."""
+    return Reply(text=output, error=str(error).encode(errors="replace").decode())
+
+
+def split_thinking(output: str, begins: Sequence[str]) -> tuple[str, str]:
+    """Return (thinking, the rest): the blocks before the first call, for later ones may stand inside arguments.
+
+    The first block may lack its opening tag, where neither the model nor the prompt wrote it.
+
+    Args:
+        output: a turn.
+        begins: what a call begins with.
+
+    Raises:
+        Malformed: a block is not closed.
+    """
+    blocks, rest, at = [], [], 0
+    while True:
+        begin = min((k for k in (output.find(mark, at) for mark in begins) if k >= 0), default=len(output))
+        start, end = output.find(OPEN_THINKING, at, begin), output.find(CLOSE_THINKING, at, begin)
+        if start < 0 and end < 0:
+            return "".join(blocks).strip(), "".join(rest) + output[at:]
+        if start < 0 or 0 <= end < start:
+            if blocks or rest:
+                raise Malformed(f"{CLOSE_THINKING} closes nothing")
+            start = at
+        end = output.find(CLOSE_THINKING, start)
+        if end < 0:
+            raise Malformed(f"the thinking is not closed by {CLOSE_THINKING}")
+        rest.append(output[at:start])
+        at = end + len(CLOSE_THINKING)
+        blocks.append(output[start:at])
 
 
 def read_json(text: str, at: int, what: str) -> tuple[Any, int]:
@@ -158,6 +182,7 @@ def new_call(name: object, arguments: object, index: int, given: object = None) 
         arguments, end = read_json(text := arguments, 0, f"the text of the arguments of {name[:60]}")
         if end != len(text):
             raise Malformed(f"the arguments of {name[:60]} are more than one JSON value")
+    name.encode()
     if not isinstance(arguments, dict):
         raise Malformed(f"the arguments of {name[:60]} must be a JSON object")
     return ToolCall(name.strip(), arguments, given if isinstance(given, str) and given else call_id(index))
