@@ -90,8 +90,7 @@ def test_a_run_is_named_after_its_recipe_unless_told_otherwise(tmp_path):
         ("run = 3", "RECIPE: run = 3, expected a section [run] with options of its own."),
         (
             '[env]\ndomain = "telcom"',
-            "RECIPE: env.domain = \"telcom\", expected 'telecom', 'mock', 'retail' or 'airline'. Did you mean telecom? "
-            "(Domain of tau2-bench.)",
+            'RECIPE: env.domain = "telcom": there is no such domain. Type "telecom" or "package.module:callable".',
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples import own_reward
 from examples.own_environment import Lock
 from examples.own_method import LeaveOneOut
 from examples.own_user import caller_on_a_bad_line
@@ -88,6 +90,11 @@ def test_leave_one_out_is_g_over_g_minus_1_times_the_centered_reward() -> None:
     centered = build_method("grpo", {"advantage_scale": "none"}, max_tokens=1)
     rewards: list[Any] = [0.3, 0.9, 0.1, 0.4]
     np.testing.assert_allclose(advantages(ours, rewards), 4 / 3 * np.array(advantages(centered, rewards)), rtol=1e-6)
+
+
+def test_prompts_and_a_reward_function_train(capsys: pytest.CaptureFixture[str]) -> None:
+    own_reward.main("run.threads=1", "train.steps=2")
+    assert re.fullmatch(r"mean reward: 0\.\d\d in step 1, 0\.\d\d in step 2\n", capsys.readouterr().out)
 
 
 def test_a_bad_line_costs_the_expert_tasks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,8 @@ SPLITS: dict[str, dict[str, Role]] = {
     "airline": {"train": "train", "test": "holdout"},
     "mock": {"base": "train"},
 }
+# The splits of an environment of one's own.
+OWN_SPLITS: dict[str, Role] = {"train": "train", "test": "holdout"}
 Verdict = Literal[
     "instr_verifier_mismatch",
     "instr_env_mismatch",
@@ -123,8 +125,8 @@ class EndpointConfig(Section):
 class EnvConfig(Section):
     """The environment and its user."""
 
-    domain: Literal["telecom", "mock", "retail", "airline"] = "telecom"
-    """Domain of tau2-bench."""
+    domain: str = "telecom"
+    """Domain of tau2-bench, or `package.module:callable` that returns an environment of your own (envs/own.py)."""
     solo: bool = False
     """The agent works alone from a ticket and owns the user's tools too."""
     user: str = "scripted"

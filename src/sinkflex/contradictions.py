@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
-from sinkflex.config import SPLITS, USERS, Config, EnvConfig
+from sinkflex.config import OWN_SPLITS, SPLITS, USERS, Config, EnvConfig
 
 
 def contradictions(config: Config) -> Iterator[tuple[bool, str]]:
@@ -42,12 +43,28 @@ def contradictions(config: Config) -> Iterator[tuple[bool, str]]:
         f"env.deadline_seconds = {config.env.deadline_seconds:g} depends on the speed of the machine, and "
         "run.deterministic = true forbids that. Type run.deterministic = false or env.deadline_seconds = 0.",
     )
+    yield from _domain_contradictions(config.env)
     yield from _user_contradictions(config.env)
     yield from _split_contradictions(config)
 
 
+def _domain_contradictions(env: EnvConfig) -> Iterator[tuple[bool, str]]:
+    module, _, name = env.domain.partition(":")
+    own = bool(module and name)
+    near = difflib.get_close_matches(env.domain, SPLITS, n=1) or ["telecom"]
+    yield (
+        env.domain not in SPLITS and not own,
+        f'env.domain = "{env.domain}": there is no such domain. Type "{near[0]}" or "package.module:callable".',
+    )
+    for key in ("solo", "user", "max_turns"):
+        yield (
+            own and getattr(env, key) != EnvConfig.model_fields[key].default,
+            f"env.{key} does nothing with an environment of your own. Leave it out, and set it in {env.domain}.",
+        )
+
+
 def _split_contradictions(config: Config) -> Iterator[tuple[bool, str]]:
-    domain, roles = config.env.domain, SPLITS[config.env.domain]
+    domain, roles = config.env.domain, SPLITS.get(config.env.domain, OWN_SPLITS)
     for key, chosen, allowed in (
         ("tasks.split", [config.tasks.split], [split for split, role in roles.items() if role == "train"]),
         ("validation.split or validation.extra", [config.validation.split, *config.validation.extra], list(roles)),

@@ -18,6 +18,7 @@ import torch
 import sinkflex
 from sinkflex import checkpoint
 from sinkflex.config import USERS, Config, LearnerConfig
+from sinkflex.envs.own import is_own, own_environment
 from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.learner.step import Learner
 from sinkflex.methods.method import Method, build_method
@@ -249,6 +250,8 @@ def make_env(config: Config, offline: bool = False) -> Tau2Env:
         offline: with the scripted user where the recipe has a server or a recording.
     """
     env = config.env
+    if is_own(env.domain):
+        return own_environment(env.domain)
     return Tau2Env(
         domain=env.domain,
         solo=env.solo,

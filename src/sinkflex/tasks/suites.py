@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sinkflex.config import SPLITS, Role
+from sinkflex.config import OWN_SPLITS, SPLITS, Role
+from sinkflex.envs.own import is_own, own_environment
 from sinkflex.envs.tau2.tasks import TaskSpec, checked_domain, load, nearest
 from sinkflex.recipe import load_config
 from sinkflex.seeds import generator
@@ -43,7 +44,7 @@ def role(domain: str, split: str, trained: str | None = None) -> Role:
     Raises:
         ValueError: no such domain or split.
     """
-    roles = SPLITS[checked_domain(domain)]
+    roles = _roles(domain)
     if split not in roles:
         raise ValueError(f"{domain} has no split {split!r}; {nearest(split, roles)}. Splits: {', '.join(roles)}.")
     return roles[split] if trained in (None, domain) else "sealed"
@@ -63,7 +64,7 @@ def training_tasks(domain: str, split: str, exclude: Sequence[str] = (), solo: b
         ValueError: a split for scores, or no task is left.
     """
     if role(domain, split) != "train":
-        trained = " or ".join(f'"{name}"' for name, its_role in SPLITS[domain].items() if its_role == "train")
+        trained = " or ".join(f'"{name}"' for name, its_role in _roles(domain).items() if its_role == "train")
         raise ValueError(f"{domain} {split} is {role(domain, split)}: no training on it. Type tasks.split = {trained}.")
     tasks = _tasks(domain, split)
     if not exclude:
@@ -138,7 +139,13 @@ def open_sealed(run: Path, checkpoint: Path, domain: str, split: str) -> dict[st
     return {**record, "opened_before": same, "opened_before_with_others": len(before) - same}
 
 
+def _roles(domain: str) -> dict[str, Role]:
+    return OWN_SPLITS if is_own(domain) else SPLITS[checked_domain(domain)]
+
+
 def _tasks(domain: str, split: str) -> list[TaskSpec]:
+    if is_own(domain):
+        return list(own_environment(domain).tasks(split))
     if split not in ("pool", "held_out"):
         return load(domain, split)
     full, test = load(domain, "full"), _problems(load(domain, "test"))
