@@ -12,7 +12,7 @@ import pytest
 
 from sinkflex.envs.env import Action, ToolCall
 from sinkflex.methods.method import build_method
-from sinkflex.methods.toolsrl import ToolsRL, ToolsRLOptions, call_f1
+from sinkflex.methods.toolsrl import ToolsRL, call_f1
 from sinkflex.tasks.gold import gold_calls
 from sinkflex.train import reward, train
 from sinkflex.trajectory import Group, Trajectory
@@ -39,7 +39,7 @@ def paid(method: ToolsRL, t: Trajectory) -> float:
 
 def test_f1_by_hand_weighs_a_missed_call_ten_times_an_extra_one_and_changes_above_looks() -> None:
     a, b, c = gold()
-    options = ToolsRLOptions()
+    options = toolsrl().options
     assert call_f1("telecom", [a, b, c], gold(), options) == 1.0
     assert call_f1("telecom", [c, a, b], gold(), options) == 1.0
     assert call_f1("telecom", [a, b], gold(), options) == pytest.approx(4 / (4 + 1))
@@ -58,7 +58,7 @@ def test_with_equal_weights_it_is_the_plain_f1_of_two_bags(seed: int) -> None:
     both = (Counter(made) & Counter(wanted)).total()
     precision, recall = both / len(made), both / len(wanted)
     plain = 2 * precision * recall / (precision + recall) if both else 0.0
-    options = ToolsRLOptions(extra_weight=1.0, missed_weight=1.0, read_weight=1.0)
+    options = toolsrl(extra_weight=1.0, missed_weight=1.0, read_weight=1.0).options
     assert call_f1("telecom", [ToolCall(n) for n in made], [ToolCall(n) for n in wanted], options) == pytest.approx(
         plain
     )

@@ -23,6 +23,7 @@ METHODS: dict[str, str] = {
     "tara": "sinkflex.methods.tara:TARA",
     "empo": "sinkflex.methods.empo:EMPO",
     "river": "sinkflex.methods.river:River",
+    "pats": "sinkflex.methods.pats:PATS",
     "toolsrl": "sinkflex.methods.toolsrl:ToolsRL",
 }
 

@@ -25,17 +25,22 @@ def configured_user(env: EnvConfig) -> str | User | Callable[[], User]:
         ValueError: the server, the recording or the callable that the recipe names cannot be used.
     """
     if env.user == "endpoint":
-        return EndpointUser(_server(env.endpoint), {"temperature": env.endpoint.temperature})
+        return EndpointUser(server_of(env.endpoint), {"temperature": env.endpoint.temperature})
     if env.user == "replay":
         return RecordedUser(Path(env.replay), env.domain)
     return env.user if env.user == "scripted" else _own_user(env.user)
 
 
-def _server(endpoint: EndpointConfig) -> ChatServer:
+def server_of(endpoint: EndpointConfig, section: str = "env.endpoint") -> ChatServer:
+    """Return the client of the server that a section of the recipe names.
+
+    Raises:
+        ValueError: the environment variable of its key is not set, or the address is none.
+    """
     variable = endpoint.api_key_variable
     if variable and not os.environ.get(variable):
         raise ValueError(
-            f"env.endpoint.api_key_variable: the environment variable {variable} is not set. Type export {variable}=KEY"
+            f"{section}.api_key_variable: the environment variable {variable} is not set. Type export {variable}=KEY"
         )
     return ChatServer(
         endpoint.base_url,
