@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import re
+import tomllib
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -96,3 +100,10 @@ def test_a_method_outside_the_repo_is_found_by_its_path() -> None:
 def test_an_option_that_would_do_nothing_is_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_method("grpo", options, 1)
+
+
+def test_the_presets_of_the_documents_are_what_a_recipe_takes() -> None:
+    text = Path("docs/methods.md").read_text(encoding="utf-8").partition("### Presets")[2].partition("\n## ")[0]
+    presets = [tomllib.loads(block)["method"] for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
+    assert len(presets) == 5
+    assert all(build_method("grpo", options, 100) for options in presets)
