@@ -24,6 +24,7 @@ from sinkflex.learner.step import Learner
 from sinkflex.methods.method import Method, build_method
 from sinkflex.metrics import START, Metrics, open_metrics
 from sinkflex.policy.chat import Chat
+from sinkflex.policy.clerk import ClerkAgent
 from sinkflex.policy.model import Policy, load_policy, new_policy
 from sinkflex.policy.sampler import Sampler
 from sinkflex.policy.sweep import SweepAgent
@@ -31,7 +32,7 @@ from sinkflex.recipe import dump_config
 from sinkflex.rollout.deadline import Nursery
 from sinkflex.rollout.group import Phase, rollout
 from sinkflex.rollout.remote import RemoteEnv
-from sinkflex.rollout.scripted import Dialogue, play
+from sinkflex.rollout.scripted import Agent, Dialogue, play
 from sinkflex.scores import summarize
 from sinkflex.seeds import generator, seed_for
 from sinkflex.tasks.sampling import TaskSampler
@@ -304,20 +305,33 @@ def make_learner(config: Config, policy: Policy, options: LearnerConfig, updates
 
 def demonstrations(config: Config) -> list[Dialogue]:
     """Let the scripted expert play the warm start's train tasks; the run's seed decides which and how."""
-    if config.env.domain != "telecom":
-        raise ValueError(f"warmup: there is no scripted expert for {config.env.domain}; use --set warmup.steps=0")
     warmup, seed = config.warmup, config.run.seed
     train = scored_tasks(config.env.domain, "train")
     if warmup.demonstrations > len(train):
         raise ValueError(f"warmup.demonstrations is {warmup.demonstrations}, but there are {len(train)} train tasks")
     picks = generator(seed, "demonstrations").permutation(len(train))[: warmup.demonstrations]
     env = make_env(config, offline=True)
-    agent = SweepAgent(seed, warmup.omit, warmup.forget, warmup.diagnose, warmup.shuffle, solo=config.env.solo)
+    agent = expert(config)
     return [
         play(env, agent, train[int(i)].task_id, seed_for(seed, "demonstration", int(i), repeat))
         for i in picks
         for repeat in range(warmup.repeats)
     ]
+
+
+def expert(config: Config) -> Agent:
+    """Return the scripted expert of the recipe's domain; none of them reads the gold actions.
+
+    Raises:
+        ValueError: the domain has none.
+    """
+    env, warmup, seed = config.env, config.warmup, config.run.seed
+    if env.domain == "telecom":
+        return SweepAgent(seed, warmup.omit, warmup.forget, warmup.diagnose, warmup.shuffle, solo=env.solo)
+    if env.domain == "retail" and not env.solo:
+        return ClerkAgent(seed, warmup.omit)
+    where = f"{env.domain} in solo" if env.solo else env.domain
+    raise ValueError(f"warmup: there is no scripted expert for {where}; use --set warmup.steps=0")
 
 
 def corpus(config: Config) -> Iterator[str]:

@@ -12,6 +12,7 @@ import pytest
 from gymnasium.error import ResetNeeded
 from tau2_play import SLOW_DATA, Script, calls, solo, telecom
 
+from sinkflex.config import EnvConfig
 from sinkflex.envs.check import check_environment
 from sinkflex.envs.env import Action, EnvironmentFault, Message, StopReason, ToolCall
 from sinkflex.envs.tau2 import actions, policies, tasks
@@ -335,3 +336,7 @@ def test_closing_frees_the_episode():
     with pytest.raises(ResetNeeded):
         env.step(Action(text="Hello."))
     assert env.reset(seed=0)[0]
+
+
+def test_the_default_turn_limit_is_that_of_recipes():
+    assert Tau2Env().max_turns == EnvConfig().max_turns == 30

@@ -9,7 +9,8 @@ from typing import Any
 from sinkflex.envs.env import Action, StopReason, ToolCall
 from sinkflex.envs.tau2 import tasks
 from sinkflex.envs.tau2.env import Tau2Env
-from sinkflex.tasks.oracle import QUESTIONS, proposal
+from sinkflex.policy.proposals import proposal
+from sinkflex.tasks.oracle import QUESTIONS
 from sinkflex.users.airline import KINDS as AIRLINE
 from sinkflex.users.retail import KINDS as RETAIL
 from sinkflex.users.slots import YES

@@ -10,6 +10,7 @@ from typing import Any
 
 from sinkflex.envs.env import Action, Message, ToolCall
 from sinkflex.envs.tau2 import tasks
+from sinkflex.policy.proposals import PROPOSALS, proposal
 from sinkflex.rollout.scripted import Agent
 from sinkflex.tasks.floors import done
 from sinkflex.users.slots import YES
@@ -36,23 +37,6 @@ QUESTIONS: dict[str, dict[str, str]] = {
         "payment": "How would you like to pay?",
     },
     "mock": {},
-}
-PROPOSALS = {
-    "cancel_pending_order": "cancel order {order_id} ({reason})",
-    "return_delivered_order_items": "return items {item_ids} of order {order_id}, refunded to {payment_method_id}",
-    "exchange_delivered_order_items": "exchange items {item_ids} for {new_item_ids} in order {order_id}, using "
-    "{payment_method_id}",
-    "modify_pending_order_items": "change items {item_ids} to {new_item_ids} in order {order_id}, using "
-    "{payment_method_id}",
-    "modify_pending_order_address": "change the address of order {order_id} to {address1}, {address2}, {city}, {zip}",
-    "modify_user_address": "change your default address to {address1}, {address2}, {city}, {zip}",
-    "modify_pending_order_payment": "change the payment of order {order_id} to {payment_method_id}",
-    "cancel_reservation": "cancel reservation {reservation_id}",
-    "update_reservation_flights": "change reservation {reservation_id} to {flights} in {cabin}, using {payment_id}",
-    "update_reservation_passengers": "change the passengers of reservation {reservation_id} to {passengers}",
-    "update_reservation_baggages": "change reservation {reservation_id} to {total_baggages} bags, using {payment_id}",
-    "book_reservation": "book {flights} in {cabin} for {passengers}, paid with {payment_methods}",
-    "send_certificate": "send you a certificate of ${amount}",
 }
 CLOSING = "Is there anything else I can help you with?"
 TRIES = 4  # proposals of one change before the oracle leaves it out
@@ -109,14 +93,3 @@ def oracle(domain: str, task_id: str, solo: bool = False) -> Agent:
 
         return SweepAgent(solo=solo)
     return Oracle(domain, task_id, solo)
-
-
-def proposal(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a change in words with all its ids."""
-    return PROPOSALS[name].format(**{key: _words(value) for key, value in arguments.items()})
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(_words(item) for item in value)
-    return " ".join(map(str, value.values())) if isinstance(value, dict) else str(value)

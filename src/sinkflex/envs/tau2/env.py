@@ -55,7 +55,7 @@ class Tau2Env(gymnasium.Env[tuple[Message, ...], Action]):
         split: str = "train",
         solo: bool = False,
         user: str | User | Callable[[], User] = "scripted",
-        max_turns: int = 60,
+        max_turns: int = 30,
         max_errors: int = 10,
         coerce_arguments: bool = True,
         policy_text: policies.PolicyText = "full",
