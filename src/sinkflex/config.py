@@ -332,9 +332,9 @@ class Config(Section):
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ("section.key", value) for every value of nested mappings."""
+    """Yield ("section.key", value) for every value of nested mappings; an empty one is a value."""
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
