@@ -319,7 +319,7 @@ class Config(Section):
 
     def flat(self) -> dict[str, Any]:
         """Return {"section.key": JSON value}, for comparing two configs."""
-        return dict(_leaves(self.model_dump(mode="json")))
+        return dict(_leaves(self, self.model_dump(mode="json")))
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
@@ -331,10 +331,11 @@ class Config(Section):
         return self
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ("section.key", value) for every value of nested mappings; an empty one is a value."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+def _leaves(section: Section, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ("section.key", value) for every option; one that is a table itself is one value."""
+    for key, value in values.items():
+        inner = getattr(section, key)
+        if isinstance(inner, Section):
+            yield from _leaves(inner, value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
