@@ -126,7 +126,7 @@ def test_a_fault_makes_an_episode_invalid_and_neither_a_reward_nor_the_end_of_th
 
     run = train(config(tmp_path / "faulty", "train.steps=0", "rollout.retries=0"))
     monkeypatch.setattr(Tau2Env, "step", sometimes_broken)
-    task_ids = run.tasks.draw(4, 0)
+    task_ids = [draw.task_id for draw in run.tasks.draw(4, 0)]
     groups, _ = run.rollout(task_ids, 4, "train", 1.0)
     broken = [t for g in groups for t in g.members if not t.valid]
     assert broken
@@ -137,7 +137,7 @@ def test_a_fault_makes_an_episode_invalid_and_neither_a_reward_nor_the_end_of_th
 
 def test_every_sampled_id_of_a_rollout_is_in_its_row_and_nothing_else_is_trained(whole: Path, tmp_path: Path) -> None:
     run = train(config(tmp_path / "rows", "train.steps=0"))
-    groups, _ = run.rollout(run.tasks.draw(3, 0), 4, "train", 1.0)
+    groups, _ = run.rollout([draw.task_id for draw in run.tasks.draw(3, 0)], 4, "train", 1.0)
     from sinkflex.learner.rows import rows_of
 
     rows = rows_of(groups, [run.method.advantages(g) for g in groups])
@@ -177,7 +177,7 @@ def test_a_mini_batch_that_computes_nothing_hides_no_metric() -> None:
 def test_the_warm_start_checkpoints_layers_only_if_the_learner_does(tmp_path: Path) -> None:
     for wanted in (False, True):
         run = open_run(config(tmp_path / str(wanted), "warmup.steps=1", f"learner.checkpoint_layers={wanted}".lower()))
-        with run.metrics:
+        with run:
             warm_start(run, lambda: False)
         assert any(getattr(m, "gradient_checkpointing", False) for m in run.policy.model.modules()) == wanted
 

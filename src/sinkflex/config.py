@@ -160,14 +160,24 @@ class TasksConfig(Section):
     """The official train split; pool: telecom's full set without test and held-out tasks; base: all (mock)."""
     exclude: tuple[Verdict, ...] = Field(default=(), strict=False)
     """Verdicts of `sinkflex tasks audit`; tasks with such a fault are not trained on."""
-    sampling: Literal["uniform", "variance"] = "uniform"
-    """Uniform, or by 4P(1-P) of the pass rate P of the task's bucket."""
+    sampling: Literal["uniform", "variance", "dtac"] = "uniform"
+    """Uniform; by 4P(1-P) of the pass rate P of the task's bucket; or that with replays of rare successes."""
     bucket: tuple[str, ...] = Field(default=("family", "faults"), strict=False, min_length=1)
-    """Task tags that define a bucket (variance sampling)."""
+    """Task tags that define a bucket; "task_id" makes each task one (variance, dtac)."""
     ema: Fraction = 0.3
-    """Weight of the newest pass rate in a bucket's moving average (variance sampling)."""
+    """Weight of the newest pass rate in a bucket's moving average (variance, dtac)."""
     floor: Annotated[float, Field(gt=0, le=1)] = 0.02
-    """Least weight of a bucket, so that none is forgotten (variance sampling)."""
+    """Least weight of a bucket, so that none is forgotten (variance, dtac)."""
+    replay_band: tuple[Fraction, Fraction] = Field(default=(0.02, 0.25), strict=False)
+    """Successes of buckets with a pass rate in this band are kept and replayed (dtac)."""
+    replay_uses: Count = 3
+    """How often one success is replayed (dtac)."""
+    replay_share: Fraction = 0.25
+    """Most groups of a step that get a replay (dtac)."""
+    pass_band: tuple[Fraction, Fraction] = Field(default=(0.125, 0.875), strict=False)
+    """Tasks whose own pass rate is outside are left out (variance, dtac; while `recalibrate_every` is not 0)."""
+    recalibrate_every: CountOrZero = 0
+    """Steps after which pass rates are measured anew and every task is back; 0 leaves no task out."""
 
 
 class WarmupConfig(Section):

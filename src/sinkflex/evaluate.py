@@ -136,7 +136,7 @@ def roll_out_training_tasks(config: Config, episodes: int) -> dict[str, Any]:
     size = min(config.rollout.group_size, episodes)
     tasks = training_tasks(config.env.domain, config.tasks.split, config.tasks.exclude, config.env.solo)
     sampler = TaskSampler(tasks, config.tasks, config.run.seed)
-    task_ids = sampler.draw(-(-episodes // size), 0)
+    task_ids = [draw.task_id for draw in sampler.draw(-(-episodes // size), 0)]
     phase = Phase("rollout", config.run.seed, 0, policy_version=0, temperature=config.rollout.temperature)
     groups = roll_out(config, policy, task_ids, size, phase)
     path = config.run_directory / "trajectories" / "rollout.jsonl.zst"

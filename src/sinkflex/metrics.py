@@ -41,6 +41,9 @@ METRICS: dict[str, Metric] = {
     "rollout/sampled_tokens": Metric("tokens", "tokens the policy sampled"),
     "rollout/parse_errors_fraction": Metric("fraction", "turns that could not be parsed"),
     "tasks/pass_rate/*": Metric("reward", "moving average of a bucket of tasks"),
+    "tasks/replays": Metric("episodes", "earlier successes that joined the step's groups (DTAC)"),
+    "tasks/stored": Metric("episodes", "successes that may still be replayed (DTAC)"),
+    "tasks/left_out": Metric("tasks", "tasks left out since their pass rate is outside `tasks.pass_band`"),
     "learner/loss": Metric("loss", "of the method, summed over the step's mini-batches"),
     "learner/ratio": Metric(
         "ratio", "mean of policy to behavior (with a correction: proximal) probability over sampled tokens"

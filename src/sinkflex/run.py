@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import torch
+from transformers import PreTrainedModel
 
 import sinkflex
 from sinkflex import checkpoint
 from sinkflex.config import USERS, Config, LearnerConfig
 from sinkflex.envs.own import is_own, own_environment
 from sinkflex.envs.tau2.env import Tau2Env
+from sinkflex.learner.scorer import Scorer
 from sinkflex.learner.step import Learner
 from sinkflex.methods.method import Method, build_method
 from sinkflex.metrics import START, Metrics, open_metrics
@@ -125,6 +127,24 @@ class Run:
         self.require_valid(groups, f"the validation on {task_set}")
         return summarize(groups), groups
 
+    def scorer(self) -> Scorer:
+        """Return what scores rows and writes texts with the run's models."""
+        return Scorer(
+            {"policy": lambda: self.policy.model, "reference": lambda: self._frozen(self.directory / "warm_start")},
+            self._frozen,
+            self.chat,
+            self.sampler,
+            self.config.rollout.temperature,
+            self.config.learner.micro_batch_tokens,
+        )
+
+    def _frozen(self, folder: Path) -> PreTrainedModel:
+        """Return the model of a folder, which must have the policy's vocabulary."""
+        other = load_policy(self.config, folder)
+        if other.tokenizer.get_vocab() != self.policy.tokenizer.get_vocab():
+            raise ValueError(f"{folder}: its vocabulary is not the policy's; type the folder of a model that shares it")
+        return other.model.requires_grad_(False)
+
     def save(self, score: float | None = None) -> None:
         """Write a checkpoint of the finished step."""
         checkpoint.save(
@@ -163,6 +183,11 @@ def open_run(config: Config) -> Run:
         ValueError: the method does not take these options, or another process works in the directory.
     """
     method = build_method(config.method.name, config.method.options, config.rollout.max_tokens)
+    if method.needs_solo and not (config.env.solo and config.env.domain == "telecom"):
+        raise ValueError(
+            f'method.name = "{config.method.name}" gives credit by the gold calls of a telecom task that the agent '
+            'works on alone. Type env.domain = "telecom" and env.solo = true.'
+        )
     set_up_torch(config)
     directory = config.run_directory
     directory.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +22,12 @@ from sinkflex.envs.env import StopReason
 from sinkflex.learner.losses import LossInputs, aggregate
 from sinkflex.learner.rows import rows_of
 from sinkflex.learner.step import Needs
-from sinkflex.methods.hooks import Invalid, RewardParts
+from sinkflex.methods.hooks import Invalid, RewardParts, Services
 from sinkflex.methods.method import Method
 from sinkflex.rollout.scripted import encode
 from sinkflex.run import Run, demonstrations, make_learner, open_run
 from sinkflex.seeds import generator
+from sinkflex.tasks.sampling import Draw
 from sinkflex.trajectory import Group, Outcome, Row, write_trajectories
 
 
@@ -48,18 +48,26 @@ def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Ru
             run.step, run.unlogged = 0, {}
         if run.unlogged is not None:
             conclude(run, interrupted)
-        reference = reference_model(run) if run.method.needs_reference else None
-        needs = Needs(run.method.needs_entropy, reference, proximal=run.method.options.correction != "none")
+        scorer = run.scorer()
+        needs = Needs(
+            run.method.needs_entropy,
+            scorer.model("reference") if run.method.needs_reference else None,
+            proximal=run.method.options.correction != "none",
+            candidates=run.method.needs_candidates,
+        )
         while run.step < config.train.steps:
             started = time.perf_counter()
             # Draw tasks and roll out groups with the current weights.
-            task_ids = run.tasks.draw(config.rollout.groups, run.step)
+            draws = run.tasks.draw(config.rollout.groups, run.step)
+            task_ids = [draw.task_id for draw in draws]
             groups, facts = run.rollout(task_ids, config.rollout.group_size, "train", config.rollout.temperature)
             reward(groups, run.method)
             run.require_valid(groups, f"step {run.step + 1}")
             rolled_out = time.perf_counter()
-            # Score: what was sampled becomes rows with advantages.
-            rows = rows_of(groups, [run.method.advantages(group) for group in groups])
+            # Score: what was sampled becomes rows with advantages, and with what other models say.
+            trained = with_replays(groups, draws)
+            rows = rows_of(trained, [run.method.advantages(group) for group in trained])
+            run.method.score(trained, rows, scorer)
             # Update: one optimizer step a mini-batch of whole groups.
             run.metrics.doing("updating")
             if needs.proximal and config.learner.epochs * config.learner.mini_batches > 1:
@@ -71,12 +79,12 @@ def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Ru
             ]
             updated = time.perf_counter()
             run.step += 1
-            run.tasks.observe(groups)
+            run.tasks.observe(groups, draws)
             values = {**rollout_metrics(groups), **update_metrics(updates)}
             if facts["retried"]:
                 values["rollout/retried"] = facts["retried"]
-            values |= {f"tasks/pass_rate/{bucket}": rate for bucket, rate in run.tasks.pass_rate.items()}
-            run.method.after_step(groups, values)
+            values |= run.tasks.metrics()
+            run.method.after_step(groups, values, Services(run.step, run.directory, scorer))
             write_trajectories(run.directory / "trajectories" / f"step_{run.step}.jsonl.zst", groups)
             values |= {
                 "timing/rollout_seconds": rolled_out - started,
@@ -184,24 +192,16 @@ def reward(groups: Sequence[Group], method: Method) -> None:
             t.reward, t.reward_parts = given.total, given.parts
 
 
+def with_replays(groups: Sequence[Group], draws: Sequence[Draw]) -> list[Group]:
+    """Return the groups with the earlier episodes that join them as further members."""
+    return [Group(g.task_id, [*g.members, *draw.replays]) for g, draw in zip(groups, draws, strict=True)]
+
+
 def mini_batches(rows: Sequence[Row], count: int) -> list[list[Row]]:
     """Split rows into `count` parts by whole groups, in the order of the groups."""
     indices = sorted({row.group_index for row in rows})
     parts = [set(part.tolist()) for part in np.array_split(np.array(indices), count)]
     return [[row for row in rows if row.group_index in part] for part in parts if part]
-
-
-def reference_model(run: Run) -> Any:
-    """Return a frozen copy of the policy as it was after the warm start."""
-    from sinkflex.policy.model import load_policy
-
-    folder = run.directory / "warm_start"
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is gone, the policy that the method compares with. Put it back, or start again with "
-            "--set run.directory=FOLDER; a run whose method.kl_coefficient is 0 does without."
-        )
-    return load_policy(run.config, folder).model.requires_grad_(False)
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:

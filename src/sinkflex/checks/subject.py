@@ -114,7 +114,7 @@ def shortened(config: Config, directory: Path) -> Config:
 def roll_out(run: Run, temperature: float, tasks: int) -> list[Group]:
     """Roll out groups of the recipe's training tasks, with the scripted user where the recipe has a server."""
     phase = Phase("check", run.config.run.seed, 0, 0, temperature)
-    drawn = run.tasks.draw(tasks, 0)
+    drawn = [draw.task_id for draw in run.tasks.draw(tasks, 0)]
     groups, _ = rollout(drawn, MEMBERS, lambda: make_env(run.config, offline=True), run.chat, run.sampler, phase)
     faults = sorted({str(t.fault) for g in groups for t in g.members if not t.valid})
     if faults:

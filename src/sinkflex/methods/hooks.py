@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sinkflex.envs.env import Action, StopReason
 from sinkflex.trajectory import Turn
+
+if TYPE_CHECKING:
+    from sinkflex.learner.scorer import Scorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,15 @@ class Invalid:
     """No reward could be found; the episode counts nowhere."""
 
     cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What a method may use after a step: its number, the run's folder, and models to score and write with."""
+
+    step: int
+    directory: Path
+    scorer: Scorer
 
 
 Propose = Callable[[], Awaitable[Proposal]]

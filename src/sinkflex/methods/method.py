@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sinkflex.learner.losses import LossInputs, aggregate, cispo, clipped_surrogate, kl_estimate, mismatch_weight
-from sinkflex.methods.hooks import Invalid, RewardParts, RolloutHooks
+from sinkflex.methods.hooks import Invalid, RewardParts, RolloutHooks, Services
 from sinkflex.methods.options import Options
 from sinkflex.recipe import did_you_mean, parse_section
 from sinkflex.seeds import generator
-from sinkflex.trajectory import Group, Trajectory
+from sinkflex.trajectory import Group, Row, Trajectory
+
+if TYPE_CHECKING:
+    from sinkflex.learner.scorer import Scorer
 
 METHODS: dict[str, str] = {
     "grpo": "sinkflex.methods.grpo:GRPO",
@@ -34,6 +38,8 @@ class Method(RolloutHooks):
     Options: ClassVar[type[Options]] = Options
     needs_solo: ClassVar[bool] = False
     """Credit goes by telecom's gold calls, so that the agent must own every tool."""
+    needs_candidates: ClassVar[str] = ""
+    """Name of a stream of ids, [T, K], whose log-probs `loss` reads with gradient."""
 
     def __init__(self, options: dict[str, Any], max_tokens: int, source: str = "recipe") -> None:
         self.options = parse_section(self.Options, options, source, prefix="method")
@@ -72,6 +78,9 @@ class Method(RolloutHooks):
                 values = values / (rewards.std(ddof=1) + 1e-6)
         return [np.full(t.sampled_tokens, a, np.float32) for t, a in zip(group.valid, values, strict=True)]
 
+    def score(self, groups: Sequence[Group], rows: Sequence[Row], scorer: Scorer) -> None:
+        """Add named streams to the rows, [T] or [T, K] each, with what models say about them."""
+
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the loss, and sums over its tokens for metrics."""
         options = self.options
@@ -96,8 +105,8 @@ class Method(RolloutHooks):
         assert torch.isfinite(loss), "the loss is not finite"
         return loss, sums
 
-    def after_step(self, groups: list[Group], metrics: dict[str, float]) -> None:
-        """Look at a finished step."""
+    def after_step(self, groups: Sequence[Group], metrics: dict[str, float], services: Services) -> None:
+        """Look at a finished step; what is put into `metrics` is logged."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must keep (JSON values)."""

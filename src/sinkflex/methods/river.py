@@ -15,6 +15,7 @@ When it fails: where a repetition is right, as waiting is. It adds nothing where
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ from pydantic import Field
 
 from sinkflex.behavior import BEHAVIORS, repeated, report
 from sinkflex.methods.credit import spread
+from sinkflex.methods.hooks import Services
 from sinkflex.methods.method import Method
 from sinkflex.methods.options import Options
 from sinkflex.metrics import register
@@ -62,7 +64,7 @@ class River(Method):
         total = np.minimum(options.penalty * np.cumsum(loops), options.penalty_cap)
         return np.diff(total, prepend=0.0)
 
-    def after_step(self, groups: list[Group], metrics: dict[str, float]) -> None:
+    def after_step(self, groups: Sequence[Group], metrics: dict[str, float], services: Services) -> None:
         """Log how the episodes behaved, and whether it goes with success."""
         found = report([t for group in groups for t in group.valid])
         for name in BEHAVIORS:

@@ -1,0 +1,177 @@
+"""The fair comparison of methods: equal episodes, one warm start for all arms of a seed, scored on 200 held-out tasks.
+
+    python benchmarks/methods.py --seeds 0 1 2 3 4 --jobs 2 --out runs/methods.jsonl
+    python benchmarks/methods.py --table --out runs/methods.jsonl
+
+Appends a row an arm, mode (dual: the agent talks to the scripted user; solo: it works alone from a ticket) and seed;
+run it again to continue where it stopped. Each run has one thread; `--jobs` run at once. Arms that need gold calls are
+solo only. `shuffled` gives the rewards of each group to random members, which must teach nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkflex import checkpoint
+from sinkflex.evaluate import evaluate, play
+from sinkflex.recipe import load_config
+from sinkflex.scores import bootstrap_interval
+from sinkflex.train import train
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "bench.toml"
+DTAC = ("tasks.sampling=dtac", 'method.correction="token_truncate"')
+ARMS: dict[str, tuple[str, ...]] = {
+    "grpo": (),
+    "uniform": ("tasks.sampling=uniform",),
+    "shuffled": ("method.shuffle_advantages=true",),
+    "gspo": ("method.name=gspo",),
+    "stepo": ("method.name=stepo",),
+    "naive": ("method.name=stepo", "method.turn_weight=copy"),
+    "river": ("method.name=river",),
+    "dtac": DTAC,
+    "stepo_dtac": ("method.name=stepo", *DTAC),
+    "tara": ("method.name=tara",),
+    "tara_local": ("method.name=tara", "method.future_weight=0.0"),
+    "tara_no_gate": ("method.name=tara", "method.gate=false"),
+    "empo": ("method.name=empo",),
+    "empo_no_patch": ("method.name=empo", "method.patches=0"),
+}
+SOLO_ONLY = ("tara", "tara_local", "tara_no_gate", "empo", "empo_no_patch")
+MODES = ("dual", "solo")
+
+
+def run_arm(arm: str, mode: str, seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
+    """Train one arm from the warm start of its seed, and score it."""
+    started = time.time()
+    directory = folder / f"{arm}_{mode}_{seed}"
+    start = [f"model.path={warm_start(mode, seed, folder)}", "warmup.steps=0"]
+    changes = [*start, *ARMS[arm], *fixed(mode, seed, extra), f"run.directory={directory}"]
+    config = load_config(RECIPE, changes)
+    train(config)
+    seconds = time.time() - started
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    newest = checkpoint.latest(directory / "checkpoints")
+    assert newest is not None, "train leaves one"
+    score = evaluate(play(config, newest.path / "model", "held_out"))
+    return {
+        "arm": arm,
+        "mode": mode,
+        "seed": seed,
+        "held_out": score["mean@1"],
+        "interval": score["interval"],
+        "curve": [[r["step"], r["validation/mean@1"]] for r in records if "validation/mean@1" in r],
+        "rewards": [r["reward/mean"] for r in records if "reward/mean" in r],
+        "varied_groups": [r["reward/varied_groups_fraction"] for r in records if "reward/mean" in r],
+        "episodes_a_step": config.rollout.groups * config.rollout.group_size,
+        "floors": score["floors"],
+        "seconds": seconds,
+        "about": score["about"],
+    }
+
+
+def warm_up(mode: str, seed: int, folder: Path, extra: list[str]) -> None:
+    """Make the warm start that all arms of a seed share."""
+    directory = warm_start(mode, seed, folder).parent
+    train(load_config(RECIPE, [*fixed(mode, seed, extra), "train.steps=0", f"run.directory={directory}"]))
+
+
+def warm_start(mode: str, seed: int, folder: Path) -> Path:
+    """Return the folder of the policy that all arms of a seed start from."""
+    return folder / f"warm_{mode}_{seed}" / "warm_start"
+
+
+def fixed(mode: str, seed: int, extra: list[str]) -> list[str]:
+    """Return what all arms of a seed and mode change in the recipe."""
+    solo = str(mode == "solo").lower()
+    return [*extra, f"run.seed={seed}", f"env.solo={solo}", "run.threads=1", 'log.writers=["jsonl"]']
+
+
+def episodes_to_reach(row: dict[str, Any], score: float) -> int | None:
+    """Return the episodes after which the validation curve first is at a score."""
+    return next((step * row["episodes_a_step"] for step, value in row["curve"] if value >= score), None)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return held-out scores, and differences to grpo of the same seed and mode, as Markdown."""
+    lines = ["| mode | arm | seeds | held out | to grpo | 95% interval | episodes to grpo's end |", "| --- " * 7 + "|"]
+    plain = {(row["mode"], row["seed"]): row for row in rows if row["arm"] == "grpo"}
+    for mode in MODES:
+        for arm in ARMS:
+            found = [row for row in rows if (row["arm"], row["mode"]) == (arm, mode)]
+            pairs = [(row, plain[mode, row["seed"]]) for row in found if (mode, row["seed"]) in plain]
+            if not found:
+                continue
+            gains = [row["held_out"] - base["held_out"] for row, base in pairs]
+            low, high = bootstrap_interval(gains) if len(gains) > 1 else (float("nan"), float("nan"))
+            reached = [episodes_to_reach(row, base["curve"][-1][1]) for row, base in pairs]
+            shown = ", ".join("never" if n is None else str(n) for n in reached)
+            mean = np.mean([row["held_out"] for row in found])
+            gain = f"{np.mean(gains):+.3f} | {low:+.3f} to {high:+.3f}" if gains else " | "
+            lines.append(f"| {mode} | {arm} | {len(found)} | {mean:.3f} | {gain} | {shown} |")
+    for row in rows[:1]:
+        lines += ["", f"Floors: {json.dumps(row['floors'])}. {row['about']}."]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run what is missing, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
+    parser.add_argument("--out", type=Path, default=Path("runs/methods.jsonl"))
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--table", action="store_true", help="print the table of what is there")
+    parser.add_argument("--one", nargs=3, metavar=("ARM", "MODE", "SEED"), help="run this one and print its row")
+    arguments = parser.parse_args()
+    folder = arguments.out.with_suffix("")
+    if arguments.one:
+        arm, mode, seed = arguments.one
+        if arm == "warm":
+            warm_up(mode, int(seed), folder, arguments.set)
+        else:
+            print(json.dumps(run_arm(arm, mode, int(seed), folder, arguments.set)))
+        return
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def rows() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
+
+    def one(arm: str, mode: str, seed: int) -> str:
+        command = [sys.executable, __file__, "--one", arm, mode, str(seed), "--out", str(arguments.out)]
+        command += [word for change in arguments.set for word in ("--set", change)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+    if not arguments.table:
+        done = {(row["arm"], row["mode"], row["seed"]) for row in rows()}
+        wanted = [
+            (arm, mode, seed)
+            for seed in arguments.seeds
+            for mode in arguments.modes
+            for arm in arguments.arms
+            if (arm, mode, seed) not in done and (mode == "solo" or arm not in SOLO_ONLY)
+        ]
+        warm = dict.fromkeys((mode, seed) for _, mode, seed in wanted)
+        cold = [("warm", mode, seed) for mode, seed in warm if not warm_start(mode, seed, folder).exists()]
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            list(pool.map(lambda job: one(*job), cold))
+            for future in as_completed([pool.submit(one, *job) for job in wanted]):
+                with arguments.out.open("a") as file:
+                    file.write(future.result().splitlines()[-1] + "\n")
+    print(table(rows()))
+
+
+if __name__ == "__main__":
+    main()
