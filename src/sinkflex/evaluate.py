@@ -12,8 +12,9 @@ from sinkflex import checkpoint
 from sinkflex.config import Config, EnvConfig
 from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.policy.model import Policy, load_policy, new_policy
+from sinkflex.rollout.deadline import Nursery
 from sinkflex.rollout.group import Phase, rollout
-from sinkflex.run import corpus, make_chat, make_env, make_sampler, set_up_torch
+from sinkflex.run import corpus, live_env, make_chat, make_env, make_sampler, set_up_torch
 from sinkflex.scores import compare, mean, per_task, summarize
 from sinkflex.tasks.floors import floors
 from sinkflex.tasks.sampling import TaskSampler
@@ -168,10 +169,10 @@ def open_policy(config: Config, source: Path) -> tuple[Policy, str]:
 
 def roll_out(config: Config, policy: Policy, task_ids: list[str], size: int, phase: Phase) -> list[Group]:
     """Roll out groups of `size` episodes with fixed weights."""
-    env = make_env(config)
-    chat = make_chat(config, policy, env)
+    chat = make_chat(config, policy, make_env(config))
     sampler, retries = make_sampler(config, policy, chat), config.rollout.retries
-    groups, _ = rollout(task_ids, size, lambda: make_env(config), chat, sampler, phase, retries=retries)
+    with Nursery([live_env.__module__]) as workers:
+        groups, _ = rollout(task_ids, size, lambda: live_env(config, workers), chat, sampler, phase, retries=retries)
     return groups
 
 

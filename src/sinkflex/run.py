@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import sinkflex
 from sinkflex import checkpoint
-from sinkflex.config import USERS, Config, LearnerConfig
+from sinkflex.config import Config, LearnerConfig
 from sinkflex.envs.own import is_own, own_environment
 from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.learner.scorer import Scorer
@@ -86,8 +86,7 @@ class Run:
 
     def make_env(self) -> Tau2Env | RemoteEnv:
         """Return a new environment of the recipe, in a worker if its calls have a deadline."""
-        seconds = self.config.env.deadline_seconds
-        return RemoteEnv(self.workers, partial(make_env, self.config), seconds) if seconds else make_env(self.config)
+        return live_env(self.config, self.workers)
 
     def rollout(
         self, task_ids: list[str], group_size: int, purpose: str, temperature: float, trials: bool = False
@@ -268,12 +267,18 @@ def free_directory(lock: IO[str]) -> None:
         lock.close()
 
 
+def live_env(config: Config, workers: Nursery) -> Tau2Env | RemoteEnv:
+    """Return a new environment of the recipe for rollouts, in a worker if its calls have a deadline."""
+    seconds = config.env.deadline_seconds
+    return RemoteEnv(workers, partial(make_env, config), seconds) if seconds else make_env(config)
+
+
 def make_env(config: Config, offline: bool = False) -> Tau2Env:
     """Return a new environment of the recipe.
 
     Args:
         config: the recipe.
-        offline: with the scripted user where the recipe has a server or a recording.
+        offline: with the scripted user, whoever the recipe's is: no server is asked, no code of others can hang.
     """
     env = config.env
     if is_own(env.domain):
@@ -281,7 +286,7 @@ def make_env(config: Config, offline: bool = False) -> Tau2Env:
     return Tau2Env(
         domain=env.domain,
         solo=env.solo,
-        user="scripted" if offline and env.user in USERS else configured_user(env),
+        user="scripted" if offline else configured_user(env),
         max_turns=env.max_turns,
         policy_text=config.prompt.policy_text,
     )

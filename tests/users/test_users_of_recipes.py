@@ -118,10 +118,10 @@ def test_a_dead_server_is_a_fault_that_says_what_to_type_and_keeps_the_kind() ->
     assert fault.value.info["tags"]["family"]
 
 
-def test_demonstrations_and_floors_need_no_server() -> None:
+def test_demonstrations_and_floors_are_played_with_the_scripted_user() -> None:
     config = config_of("env.user=endpoint", "env.endpoint.base_url=http://localhost:1/v1", "env.endpoint.model=m")
     assert make_env(config, offline=True).user == "scripted"
-    assert make_env(config_of("env.user=tests.users.test_users_of_recipes:Grumpy"), offline=True).user is not None
+    assert make_env(config_of("env.user=tests.users.test_users_of_recipes:Grumpy"), offline=True).user == "scripted"
 
 
 @pytest.mark.parametrize("name", ["Grumpy", "PROTOTYPE"])

@@ -36,12 +36,12 @@ def _score_lines(result: Mapping[str, Any]) -> list[str]:
     lines.append(f"mean@1: {_number(result['mean@1'])}")
     if result["interval"] is not None:
         lines.append(f"95% interval: {_range(result['interval'])} (bootstrap), {_range(result['wilson'])} (Wilson)")
-    lines.append(f"floors: {_pairs(result['floors'])}")
+    lines.append(f"floors: {_pairs(result['floors'])} (scripted user)")
     if len(result["pass^k"]) > 1:
         lines += [f"{name}: {_pairs(result[name])}" for name in ("pass^k", "pass@k")]
     if result["turns"] is not None:
         lines.append(f"turns: {_number(result['turns'])}")
-    lines += [f"invalid, counted nowhere: {count} episodes: {cause}" for cause, count in result["invalid"].items()]
+    lines += [f"invalid, counted nowhere: {count} times: {cause}" for cause, count in result["invalid"].items()]
     if result["unscored"]:
         lines.append(f"tasks without a valid episode: {', '.join(result['unscored'])}")
     for name, title in _TABLES.items():
