@@ -197,6 +197,12 @@ def bench_step(
     return _bench("step", as_json, rho=rho, budget=budget, **({"tokens": tuple(tokens)} if tokens else {}))
 
 
+@command(bench_app, "update")
+def bench_update(as_json: AsJson = False, debug: Debug = False) -> Any:
+    """Measure a learner update of the main job's policy: eager and ours."""
+    return _bench("update", as_json)
+
+
 @command(bench_app, "env")
 def bench_env(as_json: AsJson = False, debug: Debug = False) -> Any:
     """Measure environments: reset, step, memory of 256 live ones."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sinkflex.attention.sink import kept_attention
-from sinkflex.bench import attention, cell, step
+from sinkflex.bench import attention, cell, step, update
 from sinkflex.bench.chart import log_chart
 from sinkflex.learner import checkpointing
 
@@ -90,6 +90,15 @@ def test_bars_are_met_or_missed() -> None:
     lines = attention.table(rows).splitlines()
     assert sum("MISSED" in line for line in lines) == 2  # saved bytes, and decoding as slow as eager
     assert sum(line.endswith(" met") for line in lines) == 1
+
+
+def test_an_update_has_one_gradient_however_attention_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, small in (("PROMPT", 40), ("TOKENS", 100), ("MEMBERS", 2)):
+        monkeypatch.setattr(update, name, small)
+    cells = [cell | update.measure(cell) for cell in update.CELLS]
+    assert [row["gradient_norm"] for row in cells] == pytest.approx([cells[0]["gradient_norm"]] * 3, rel=1e-4)
+    assert cells[0]["gradient_norm"] > 0
+    assert len(update.table(cells).splitlines()) == 4
 
 
 def test_the_peak_of_a_call_is_what_it_allocates() -> None:
