@@ -84,10 +84,6 @@ class Run:
             self.workers.close()
             free_directory(self.lock)
 
-    def make_env(self) -> Tau2Env | RemoteEnv:
-        """Return a new environment of the recipe, in a worker if its calls have a deadline."""
-        return live_env(self.config, self.workers)
-
     def rollout(
         self, task_ids: list[str], group_size: int, purpose: str, temperature: float, trials: bool = False
     ) -> tuple[list[Group], dict[str, float]]:
@@ -99,8 +95,8 @@ class Run:
             self.metrics.doing(f"{purpose}: episode", done[0], len(task_ids) * group_size)
 
         phase = Phase(purpose, self.config.run.seed, self.step, self.step, temperature, trials)
-        retries = self.config.rollout.retries
-        return rollout(task_ids, group_size, self.make_env, self.chat, self.sampler, phase, count, self.method, retries)
+        make, retries = partial(live_env, self.config, self.workers), self.config.rollout.retries
+        return rollout(task_ids, group_size, make, self.chat, self.sampler, phase, count, self.method, retries)
 
     def require_valid(self, groups: list[Group], purpose: str) -> None:
         """Stop the run if faults ended too many of these episodes.
