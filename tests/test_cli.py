@@ -244,7 +244,7 @@ def test_a_method_of_ones_own_lies_in_the_working_folder(tmp_path, monkeypatch):
 
 def test_a_run_directory_belongs_to_one_process(here, tmp_path):
     program = (
-        "import pathlib, sys\nfrom sinkflex.run import lock_directory\n"
+        "import pathlib, sys\nfrom sinkflex.lock import lock_directory\n"
         "lock = lock_directory(pathlib.Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()"
     )
     other = [sys.executable, "-c", program, str(tmp_path)]

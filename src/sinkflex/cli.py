@@ -384,7 +384,7 @@ def _print_result(result: Any, as_json: bool) -> None:
 
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
+        return ", ".join(f"{plain(str(key))} {_text(item)}" for key, item in value.items())
     if isinstance(value, list):
         return ", ".join(map(_text, value))
     return f"{value:.4g}" if isinstance(value, float) else plain(str(value))

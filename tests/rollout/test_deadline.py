@@ -73,7 +73,7 @@ HANGS = ("loop_in_python", "loop_in_c", "swallow")
 
 @pytest.fixture
 def nursery() -> Iterator[Nursery]:
-    with Nursery([__name__]) as nursery:
+    with Nursery(Tools) as nursery:
         nursery.start(Tools).close()
         yield nursery
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from sinkflex.checks.subject import Broken, Subject
-from sinkflex.run import free_directory, open_run
+from sinkflex.lock import free_directory
+from sinkflex.run import open_run
 from sinkflex.seeds import generator
 from sinkflex.trajectory import Row
 

@@ -70,13 +70,20 @@ def load_policy(config: Config, folder: Path) -> Policy:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust, dtype=torch.float32, output_loading_info=True
+            folder,
+            local_files_only=True,
+            trust_remote_code=trust,
+            use_safetensors=True,  # the other format is a pickle, which can run code
+            dtype=torch.float32,
+            output_loading_info=True,
         )
         model, report = loaded
         for how in ("is_local", "local_files_only"):  # how it was loaded, not what it is
             tokenizer.init_kwargs.pop(how, None)
     except Exception as error:  # a broken folder fails in any of a dozen ways
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if "custom code" in reason and not trust:
+            reason = "it has code of its own. Read that; if you trust it, type --set model.trust_remote_code=true"
         raise ValueError(f"model.path: {folder} cannot be loaded as a causal language model: {reason}") from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"model.path: {folder} lacks weights, which would be random: {', '.join(missing[:3])} ...")

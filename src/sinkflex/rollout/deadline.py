@@ -4,9 +4,9 @@
           └───────────────────connection──────────┘
 
 A signal reaches a hung regular expression no more than it reaches a thread, so a call that must end has a process of
-its own. The nursery is a small process without threads that has imported what the workers need: a new worker is a fork,
-ready in milliseconds. In a worker, a thread of C that needs no Python lock (`faulthandler`) writes down where a call
-hangs and ends the process at the deadline. When this process dies, however it dies, the nursery ends all workers.
+its own. The nursery is a process without threads that has loaded what the workers need: a new worker is a fork, ready
+at once. In a worker, a thread of C that needs no Python lock (`faulthandler`) writes down where a call hangs and ends
+the process at the deadline. When this process dies, however it dies, the nursery ends all workers.
 
 Calls may come from any thread. There are no signals, and it works on Linux and macOS. Workers are trusted as far as the
 code that runs in them is: what they send back is unpickled.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import pickle
 import shutil
@@ -54,11 +53,11 @@ class Nursery:
     """Starts workers. A context manager; closing it ends them all.
 
     Args:
-        modules: imported once, before any worker is forked.
+        warm: called once in the nursery; what it imports and caches, all workers share. Not for foreign code.
     """
 
-    def __init__(self, modules: Sequence[str] = ()) -> None:
-        self._modules = list(modules)
+    def __init__(self, warm: Callable[[], object] = int) -> None:
+        self._warm = warm
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._workers: set[Worker] = set()
@@ -104,16 +103,16 @@ class Nursery:
         self._folder = Path(tempfile.mkdtemp(prefix="sinkflex_workers_"))
         self._control, theirs = socket.socketpair()
         program = "from sinkflex.rollout.deadline import nursery; nursery()"
-        arguments = [str(theirs.fileno()), str(self._folder), *self._modules]
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program, *arguments],
+                [sys.executable, "-c", program, str(theirs.fileno()), str(self._folder)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for this process
                 env={**os.environ, "PYTHONPATH": paths},
             )
+        _send(self._control, pickle.dumps(self._warm))
 
     def __enter__(self) -> Nursery:
         return self
@@ -188,12 +187,11 @@ class Worker:
 
 
 def nursery() -> NoReturn:
-    """Import modules, then fork a worker for every socket that comes in; run by `Nursery` in a process of its own."""
+    """Warm up, then fork a worker for every socket that comes in; run by `Nursery` in a process of its own."""
     control, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     workers: set[int] = set()
-    for module in sys.argv[3:]:
-        with contextlib.suppress(Exception):  # a worker that needs it will say why it cannot be imported
-            importlib.import_module(module)
+    with contextlib.suppress(Exception):  # a worker will say why it cannot be built
+        pickle.loads(_receive(control))()
     with contextlib.suppress(OSError):
         while message := socket.recv_fds(control, 1, 1):
             command, descriptors = message[:2]

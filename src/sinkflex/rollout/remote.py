@@ -15,12 +15,13 @@ class RemoteEnv:
 
     Args:
         nursery: starts the worker.
-        make: makes the environment, in the worker; pickled.
         seconds: deadline of one call.
+        make, arguments: what makes the environment in the worker.
     """
 
-    def __init__(self, nursery: Nursery, make: Callable[[], Any], seconds: float) -> None:
-        self._nursery, self._make, self._seconds = nursery, make, seconds
+    def __init__(self, nursery: Nursery, seconds: float, make: Callable[..., Any], *arguments: Any) -> None:
+        self._seconds = seconds
+        self._start = partial(nursery.start, make, *arguments)
         self._worker: Worker | None = None
         for method in ("reset", "step", "truncate"):
             setattr(self, method, partial(self._call, method))
@@ -35,7 +36,7 @@ class RemoteEnv:
         try:
             if self._worker is None:
                 assert method == "reset", "the worker is gone, and its episode with it"
-                self._worker = self._nursery.start(self._make)
+                self._worker = self._start()
             return self._worker.call(method, *arguments, seconds=self._seconds, **named)
         except WorkerFault as fault:
             self.close()
