@@ -27,9 +27,13 @@ import torch
 
 from sinkflex.attention.plan import Piece, Plan, Span
 
+FLASH_DEVICES = ("cpu",)  # the others run the efficient operator
 BLOCK = 64  # queries of a window block: from window / 2 to window was the quickest
 BATCH_KEYS = 4096  # bounds the copies of one call
 LONG = 256  # squares above this length are not padded to share a call
+
+_efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+_efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +114,12 @@ def _forward(qkv: list[torch.Tensor], call: Call, scale: float) -> tuple[torch.T
     """The operator: q [n, H, R, D], k and v [n, K, S, D] to out [n, H, R, D] and log-sum-exp [n, H, R]."""
     q, k, v = qkv
     mask = _window_mask(call.window, q.dtype, q.device)
-    if q.device.type == "cpu":
+    if q.device.type in FLASH_DEVICES:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, call.causal, attn_mask=mask, scale=scale)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     mask = None if mask is None else mask.expand(*q.shape[:2], *mask.shape)
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    out, lse, *_ = efficient(q, k, v, mask, True, 0.0, call.causal, scale=scale)
+    out, lse, *_ = _efficient(q, k, v, mask, True, 0.0, call.causal, scale=scale)
     return out, lse[:, :, : q.shape[2]]
 
 
@@ -124,17 +127,19 @@ def _backward(rows: list[torch.Tensor], call: Call, scale: float) -> tuple[torch
     """Its backward: d_out, out, log-sum-exp, q, k, v to d_q, d_k, d_v."""
     d_out, out, lse, q, k, v = rows
     mask = _window_mask(call.window, q.dtype, q.device)
-    if q.device.type == "cpu":
+    if q.device.type in FLASH_DEVICES:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return flash(d_out, q, k, v, out, lse, 0.0, call.causal, attn_mask=mask, scale=scale)
     key_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     mask = None if mask is None else mask.expand(*q.shape[:2], *mask.shape)
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)  # the operator wants whole tiles
+    # The operator wants whole tiles, and reads the log-sum-exp as if it were contiguous.
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
     seed = torch.zeros((), dtype=torch.long, device=q.device)  # of dropout, which there is none of
     wanted = [True, True, True, False]
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    d_q, *d_kv, _ = efficient(d_out, q, k, v, mask, out, lse, seed, seed, 0.0, wanted, call.causal, scale=scale)
+    d_q, *d_kv, _ = _efficient_backward(
+        d_out, q, k, v, mask, out, lse, seed, seed, 0.0, wanted, call.causal, scale=scale
+    )
     return d_q, *(x.unflatten(1, (key_heads, group)).sum(2) for x in d_kv)
 
 
