@@ -10,7 +10,11 @@ from test_sink_attention import eager_gradients
 from sinkflex.attention.plan import Plan
 from sinkflex.attention.sink import sink_attention
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # of torch.compile, which here are errors otherwise
+]
 
 
 def measured(case: Case, dtype: torch.dtype, backend: str) -> tuple[list[float], list[float]]:

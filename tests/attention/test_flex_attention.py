@@ -106,6 +106,7 @@ def test_the_backward_around_the_kernel_is_exact(case: Case, monkeypatch: pytest
 
 
 @pytest.mark.slow  # a minute of compiling
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own imports
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["shared prompt, window 128 below it", "packed"])
 def test_the_compiled_kernel_walks_the_listed_blocks(name: str) -> None:
