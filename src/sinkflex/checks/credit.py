@@ -16,7 +16,7 @@ from sinkflex.rollout.group import Phase, rollout
 from sinkflex.run import make_env
 from sinkflex.trajectory import Group, Outcome, Trajectory
 
-NOISE, LENGTHS, WEIGHT = 0.02, (8_000, 20_000), 0.05
+NOISE, LENGTHS, WEIGHT, EPISODES = 0.02, (8_000, 20_000), 0.05, 32
 
 
 def silent_groups(subject: Subject) -> str:
@@ -60,31 +60,31 @@ def engine_noise(subject: Subject) -> str:
     method, found = subject.run.method, []
     for tokens in LENGTHS:
         rng = torch.Generator().manual_seed(0)
-        noise = NOISE * torch.randn(4 * tokens, generator=rng)
-        with_noise, exact = (_pull(method, tokens, x) for x in (noise, torch.zeros(4 * tokens)))
+        noise = NOISE * torch.randn(EPISODES * tokens, generator=rng)
+        with_noise, exact = (_pull(method, tokens, x) for x in (noise, torch.zeros(EPISODES * tokens)))
         weight = with_noise / exact
         if not abs(weight - 1) <= WEIGHT:
             raise Broken(
                 f"episodes of {tokens} tokens count {weight:.2f} of what they should",
-                "A weight is multiplied up over the tokens: average log-ratios over a trajectory, as method.correction "
-                'does ("token_truncate", "trajectory_mask").',
+                "A weight is multiplied up over the tokens (average its log over a trajectory, as method.correction "
+                '= "trajectory_mask" does), or the clip range is narrower than the noise (method.clip_low, clip_high).',
             )
         found.append(f"{tokens} tokens: {weight:.3f}")
     return "mean weight at " + ", ".join(found)
 
 
 def _pull(method: Any, tokens: int, noise: torch.Tensor) -> float:
-    """The gradient that four episodes of advantage 1 give their log-probs, summed."""
-    policy = torch.full((4 * tokens,), -1.0, requires_grad=True)
+    """The gradient that episodes of advantage 1 give their log-probs, summed."""
+    policy = torch.full((EPISODES * tokens,), -1.0, requires_grad=True)
     still = policy.detach()
     inputs = LossInputs(
         policy_logprobs=policy,
         behavior_logprobs=still + noise,
-        advantages=torch.ones(4 * tokens),
-        trajectory=torch.arange(4).repeat_interleave(tokens),
-        trajectory_tokens=torch.full((4 * tokens,), tokens),
-        tokens=4 * tokens,
-        trajectories=4,
+        advantages=torch.ones(EPISODES * tokens),
+        trajectory=torch.arange(EPISODES).repeat_interleave(tokens),
+        trajectory_tokens=torch.full((EPISODES * tokens,), tokens),
+        tokens=EPISODES * tokens,
+        trajectories=EPISODES,
         entropy=policy * 0 if method.needs_entropy else None,
         reference_logprobs=still if method.needs_reference else None,
         proximal_logprobs=still if method.options.correction != "none" else None,
