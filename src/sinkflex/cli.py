@@ -251,14 +251,15 @@ def audit_tasks(
 
 @command(app)
 def methods(as_json: AsJson = False, debug: Debug = False) -> Any:
-    """List the methods with their papers and options."""
+    """List the methods with their papers, recipes and options."""
     from sinkflex.methods.method import METHODS, build_method
 
     rows = []
     for name in METHODS:
         method = build_method(name, {}, max_tokens=1)
         paper = (sys.modules[type(method).__module__].__doc__ or "").strip().splitlines()[0]
-        rows.append({"method": name, "paper": paper, "options": method.options.model_dump()})
+        recipe = f"recipes/{'telecom_cpu' if name == 'grpo' else name}.toml"
+        rows.append({"method": name, "paper": paper, "recipe": recipe, "options": method.options.model_dump()})
     return rows
 
 

@@ -18,7 +18,8 @@ from sinkflex.policy.chat import Chat
 from sinkflex.policy.sampler import Sampled, Stream
 from sinkflex.rollout.episode import Episode
 from sinkflex.tasks.gold import expert_calls
-from sinkflex.trajectory import Outcome, Trajectory
+from sinkflex.tasks.semi_online import agreement, semi_online_score
+from sinkflex.trajectory import Group, Outcome, Trajectory
 from tests.methods.episodes import group
 from tests.policy.tiny_policy import tiny_policy
 
@@ -164,3 +165,20 @@ def test_sets_match_in_any_order_but_done_and_strict_matching_does_not() -> None
 def test_validation_is_free_of_the_expert() -> None:
     t = drive(empo(patches=0), [WRONG, WRONG, Action(tool_calls=(ToolCall("done"),))], phase="validation")
     assert len(t.turns) == 3 and t.stop_reason is StopReason.AGENT_STOP
+
+
+def test_progress_task_success_and_their_mean() -> None:
+    right = drive(empo(patches=0), [None] * LENGTH)
+    early = drive(empo(patches=50), [None, None, WRONG, *[None] * (LENGTH - 3)])
+    found = semi_online_score([Group(TASK, [right, early])], empo())
+    assert found["TSR"] == 0.5 and found["PG"] == pytest.approx((1 + 2 / LENGTH) / 2), "a patch is no match"
+    assert found["Score"] == pytest.approx((found["PG"] + found["TSR"]) / 2)
+
+
+def test_agreement_of_scores_with_rewards() -> None:
+    rewards = [0.0, 0.1, 0.2, 0.3, 0.5, 0.6, 0.8, 0.9]
+    same = agreement([r**3 for r in rewards], rewards)
+    assert same["n"] == 8 and same["spearman"] == 1.0 and 0.5 < same["r2"] < 1.0
+    assert agreement(rewards[::-1], rewards)["spearman"] == -1.0
+    ties = agreement([0.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0])
+    assert ties["spearman"] == ties["r2"] == 0.0 and ties["low"] <= 0.0 <= ties["high"]
