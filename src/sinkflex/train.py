@@ -72,11 +72,11 @@ def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Ru
             run.metrics.doing("updating")
             if needs.proximal and config.learner.epochs * config.learner.mini_batches > 1:
                 run.learner.recompute(rows)
-            updates = [
-                run.learner.update(part, run.method.loss, needs, run.method.options.count_zero_groups)
-                for _ in range(config.learner.epochs)
-                for part in mini_batches(rows, config.learner.mini_batches)
-            ]
+            updates = []
+            for part in mini_batches(rows, config.learner.mini_batches) * config.learner.epochs:
+                if updates:
+                    run.method.rescore(part, scorer)
+                updates.append(run.learner.update(part, run.method.loss, needs, run.method.options.count_zero_groups))
             updated = time.perf_counter()
             run.step += 1
             run.tasks.observe(groups, draws)

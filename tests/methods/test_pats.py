@@ -19,7 +19,7 @@ from sinkflex.methods.scaffold.reviewers import Card, card_of, read_edits, revie
 from sinkflex.train import train
 from sinkflex.trajectory import Group, Outcome, Trajectory, read_trajectories
 from tests.methods.episodes import episode, turn
-from tests.methods.small_run import records, small
+from tests.methods.small_run import records, services, small
 
 TAGS = {"family": "mms", "faults": 2}
 ADD = Edit("add", (0, 1), kind="skill", text="Look at the line first.")
@@ -251,7 +251,7 @@ def test_answers_reach_neither_card_nor_reviewer_nor_prompt() -> None:
     method = pats(least_tasks=1)
     for _ in range(3):
         groups = [Group(planted(0, "a").task_id, [planted(0.0, ["a", "b"]), planted(1.0, ["a", "c"])])]
-        method.after_step(groups, {})
+        method.after_step(groups, {}, services())
     card = card_of(groups[0], 0)
     assert card is not None
     shown = method.prompt(TaskFacts("telecom", groups[0].task_id, groups[0].valid[0].tags), "train")
@@ -282,13 +282,20 @@ def test_a_reviewer_that_fails_changes_nothing_and_is_named() -> None:
     endpoint = {"base_url": "http://127.0.0.1:9/v1", "model": "none", "retries": 0, "timeout_seconds": 1.0}
     method = pats(reviewer="endpoint", endpoint=endpoint, seed_entries=["Look first."])
     metrics: dict[str, float] = {}
-    method.after_step([Group("t", [play(["a"], 0.0)])], metrics)
+    method.after_step([Group("t", [play(["a"], 0.0)])], metrics, services())
     assert metrics["pats/rejected_by/endpoint"] == 1 and metrics["pats/telecom/mms/entries"] == 1
+
+
+def test_the_policy_may_review_itself(tmp_path: Path) -> None:
+    train(small(tmp_path, "pats", 'method.reviewer="policy"', "method.least_tasks=1"))
+    for step in records(tmp_path):
+        assert step["pats/applied_by/policy"] + step["pats/rejected_by/policy"] <= 2
+        assert "pats/applied_by/rule" not in step
 
 
 def test_state_survives_a_stop() -> None:
     method, other = pats(least_tasks=1), pats(least_tasks=1)
-    method.after_step([Group("t", [play(["a", "b"], 0.0), play(["a", "c"], 1.0)])], {})
+    method.after_step([Group("t", [play(["a", "b"], 0.0), play(["a", "c"], 1.0)])], {}, services())
     other.load_state_dict(json.loads(json.dumps(method.state_dict())))
     assert other.state_dict() == method.state_dict() and other.banks["telecom/mms"].entries
 
@@ -297,8 +304,9 @@ def test_without_entries_and_reviewer_a_run_is_grpo_to_the_bit_and_with_them_onl
     tmp_path: Path,
 ) -> None:
     runs = {"grpo": [], "pats": ['method.reviewer="none"'], "on": ['method.seed_entries=["Look at the line."]']}
+    moving = "method.entropy_coefficient=0.01"  # so that there is a gradient without a reward
     for name, options in runs.items():
-        train(small(tmp_path / name, "grpo" if name == "grpo" else "pats", *options))
+        train(small(tmp_path / name, "grpo" if name == "grpo" else "pats", moving, *options))
     files = [f"trajectories/{name}.jsonl.zst" for name in ("step_1", "step_2", "validation_0", "validation_2")]
     same = [(tmp_path / "grpo" / f).read_bytes() == (tmp_path / "pats" / f).read_bytes() for f in files]
     weights = [(tmp_path / n / "checkpoints/step_2/model/model.safetensors").read_bytes() for n in ("grpo", "pats")]
@@ -312,4 +320,4 @@ def test_without_entries_and_reviewer_a_run_is_grpo_to_the_bit_and_with_them_onl
     shown, plain = first_prompts("on", "step_1"), first_prompts("grpo", "step_1")
     assert all(len(a) > len(b) for a, b in zip(shown, plain, strict=True))
     assert len({tuple(ids) for ids in shown[:4]}) == 1, "siblings see one text"
-    assert any(name.startswith("pats/telecom/") for name in records(tmp_path / "on")[0])
+    assert any(name.startswith("pats/mock/") for name in records(tmp_path / "on")[0])

@@ -17,7 +17,7 @@ from sinkflex.tasks.gold import gold_calls
 from sinkflex.train import reward, train
 from sinkflex.trajectory import Group, Trajectory
 from tests.methods.episodes import episode, turn
-from tests.methods.small_run import records, small
+from tests.methods.small_run import records, services, small
 
 TASK = "[mms_issue]bad_network_preference|user_abroad_roaming_disabled_off[PERSONA:None]"
 LOOK, WRITE = ToolCall("check_network_status"), ToolCall("toggle_data")
@@ -78,7 +78,7 @@ def test_the_first_phase_pays_calls_and_the_second_the_task() -> None:
     seen = []
     for _ in range(3):
         seen.append((paid(method, right), paid(method, lucky)))
-        method.after_step([], {})
+        method.after_step([], {}, services())
     assert seen == [(1.0, 0.0), (1.0, 0.0), (0.0, 1.0)]
     parts = asyncio.run(method.reward(right)).parts
     assert (parts["tool"], parts["task"], parts["format"]) == (1.0, 0.0, 1.0)
@@ -95,7 +95,7 @@ def test_unreadable_turns_cost_the_format_in_both_phases_and_mixing_adds_up() ->
 
 def test_the_phase_survives_a_stop() -> None:
     method, other = toolsrl(tool_steps=1), toolsrl(tool_steps=1)
-    method.after_step([], {})
+    method.after_step([], {}, services())
     other.load_state_dict(method.state_dict())
     t = episode([turn(1, text="Hello.")], 1.0, 0, TASK)
     assert paid(other, t) == paid(method, t) == pytest.approx(1.1)
@@ -121,7 +121,8 @@ def test_a_task_without_gold_calls_pays_the_task_in_both_phases() -> None:
 
 
 def test_it_trains_and_the_reward_changes_with_the_phase(tmp_path: Path) -> None:
-    train(small(tmp_path, "toolsrl", "method.tool_steps=1", "method.format_weight=0"))
+    telecom = ("env.domain=telecom", "env.solo=true", "tasks.split=train", "validation.split=test", "warmup.steps=2")
+    train(small(tmp_path, "toolsrl", *telecom, "method.tool_steps=1", "method.format_weight=0"))
     first, second = records(tmp_path)
     assert first["reward/mean"] == pytest.approx(first["reward/part/tool"])
     assert second["reward/mean"] == pytest.approx(second["reward/part/task"])

@@ -53,7 +53,7 @@ class Scorer:
         self._named = dict(named)
         self._load = load
         self._models: dict[str, PreTrainedModel] = {}
-        self._chat, self._sampler = chat, sampler
+        self.chat, self._sampler = chat, sampler
         self._temperature, self._budget = temperature, budget
 
     def model(self, name: str) -> PreTrainedModel:
@@ -114,6 +114,8 @@ class Scorer:
     ) -> list[str]:
         """Let the policy answer conversations, and return its texts without the token that ends a turn.
 
+        A conversation that leaves no room for an answer gets "".
+
         Args:
             conversations: messages; a system message in front stands after the system text.
             key: what the texts are for, (run seed, purpose, step); keys the random draws.
@@ -128,10 +130,12 @@ class Scorer:
         while waiting or open_streams:
             while waiting and sampler.free:
                 index, messages = waiting.pop()
-                open_streams[sampler.open(self._chat.start(messages), generator(*key, index))] = index
+                ids = self.chat.start(messages)
+                if len(ids) < sampler.max_tokens:
+                    open_streams[sampler.open(ids, generator(*key, index))] = index
             for sampled in sampler.tick():
                 ids = sampled.ids[:-1] if sampled.finish == "stop" else sampled.ids
-                texts[open_streams.pop(sampled.stream)] = str(self._chat.tokenizer.decode(ids))
+                texts[open_streams.pop(sampled.stream)] = str(self.chat.tokenizer.decode(ids))
                 sampler.close(sampled.stream)
         sampler.max_turn_tokens = of_a_turn
         return texts

@@ -27,6 +27,8 @@ METHODS: dict[str, str] = {
     "tara": "sinkflex.methods.tara:TARA",
     "empo": "sinkflex.methods.empo:EMPO",
     "river": "sinkflex.methods.river:River",
+    "direct_opd": "sinkflex.methods.direct_opd:DirectOPD",
+    "seed": "sinkflex.methods.seed:SEED",
     "pats": "sinkflex.methods.pats:PATS",
     "toolsrl": "sinkflex.methods.toolsrl:ToolsRL",
 }
@@ -38,8 +40,6 @@ class Method(RolloutHooks):
     Options: ClassVar[type[Options]] = Options
     needs_solo: ClassVar[bool] = False
     """Credit goes by telecom's gold calls, so that the agent must own every tool."""
-    needs_candidates: ClassVar[str] = ""
-    """Name of a stream of ids, [T, K], whose log-probs `loss` reads with gradient."""
 
     def __init__(self, options: dict[str, Any], max_tokens: int, source: str = "recipe") -> None:
         self.options = parse_section(self.Options, options, source, prefix="method")
@@ -54,6 +54,11 @@ class Method(RolloutHooks):
     def needs_entropy(self) -> bool:
         """True if `loss` needs the entropy with gradient."""
         return self.options.entropy_coefficient > 0
+
+    @property
+    def needs_candidates(self) -> str:
+        """Name of a stream of ids, [T, K], whose log-probs `loss` reads with gradient; "" for none."""
+        return ""
 
     async def reward(self, trajectory: Trajectory) -> RewardParts | Invalid:
         """Return the reward of a finished training episode; the environment's, unless a paper has another."""
@@ -80,6 +85,9 @@ class Method(RolloutHooks):
 
     def score(self, groups: Sequence[Group], rows: Sequence[Row], scorer: Scorer) -> None:
         """Add named streams to the rows, [T] or [T, K] each, with what models say about them."""
+
+    def rescore(self, rows: Sequence[Row], scorer: Scorer) -> None:
+        """Score the rows of a mini-batch again: the weights have changed since `score`."""
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the loss, and sums over its tokens for metrics."""

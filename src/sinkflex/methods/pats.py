@@ -18,6 +18,7 @@ policy counts as weak for its first steps. What the policy learns with the text 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,21 +27,13 @@ from pydantic import Field
 
 from sinkflex.config import EndpointConfig
 from sinkflex.envs.env import EnvironmentFault
-from sinkflex.methods.hooks import TaskFacts
+from sinkflex.methods.hooks import Services, TaskFacts
 from sinkflex.methods.method import Method
 from sinkflex.methods.options import Options
 from sinkflex.methods.scaffold.bank import BUDGETS, Bank, Transaction, mode_of
 from sinkflex.methods.scaffold.reviewers import Card, card_of, endpoint, read_edits, review_prompt, rule
-from sinkflex.metrics import register
 from sinkflex.seeds import generator
 from sinkflex.trajectory import Group
-
-register("pats/*/average", "reward", "moving average of the scores of a task type")
-register("pats/*/mode", "index", "what the review might do: 0 expand, 1 revise, 2 compress, 3 prune")
-register("pats/*/entries", "entries", "texts in the bank of a task type")
-register("pats/*/tokens", "tokens", "estimated size of the bank of a task type")
-register("pats/applied_by/*", "reviews", "reviews that changed a bank, by who made them")
-register("pats/rejected_by/*", "reviews", "reviews that were rejected, by who made them")
 
 
 class PATSOptions(Options):
@@ -98,7 +91,7 @@ class PATS(Method):
             texts = [" ".join(generator(0, "words", kind, text).permutation(text.split())) for text in texts]
         return "\n".join(["Advice:", *(f"- {text}" for text in texts)]) if texts else None
 
-    def after_step(self, groups: list[Group], metrics: dict[str, float], *services: Any) -> None:
+    def after_step(self, groups: Sequence[Group], metrics: dict[str, float], services: Services) -> None:
         """Make cards of the step, and let the reviewer edit the texts of the next one."""
         self.step += 1
         evidence: dict[str, list[tuple[str, Card]]] = defaultdict(list)
@@ -108,15 +101,18 @@ class PATS(Method):
             if card is not None:
                 evidence[self.bank(group.valid[0].domain, group.valid[0].tags)[0]].append((group.task_id, card))
         for kind, of_kind in sorted(evidence.items()):
-            self.review(kind, [task for task, _ in of_kind], [card for _, card in of_kind], metrics, *services)
+            self.review(kind, [task for task, _ in of_kind], [card for _, card in of_kind], metrics, services)
 
-    def review(self, kind: str, tasks: list[str], cards: list[Card], metrics: dict[str, float], *services: Any) -> None:
+    def review(
+        self, kind: str, tasks: list[str], cards: list[Card], metrics: dict[str, float], services: Services
+    ) -> None:
         """Review one task type, and log what came of it."""
         options, bank = self.options, self.banks[kind]
         bank.observe(self.step, float(np.mean([card.score for card in cards])), options.alpha)
         mode = mode_of(bank.average, bank.pressure, options.low, options.high)
         if options.reviewer != "none":
-            result = self.edit(Transaction(self.step, mode, bank.view, tuple(tasks), (), options.reviewer), cards, bank)
+            draft = Transaction(self.step, mode, bank.view, tuple(tasks), (), options.reviewer)
+            result = self.edit(draft, cards, bank, services)
             for word in ("applied", "rejected"):
                 name = f"pats/{word}_by/{options.reviewer}"
                 metrics[name] = metrics.get(name, 0.0) + result.startswith(word)
@@ -127,13 +123,16 @@ class PATS(Method):
         metrics[f"pats/{kind}/entries"] = float(len(bank.entries))
         metrics[f"pats/{kind}/tokens"] = float(bank.tokens)
 
-    def edit(self, draft: Transaction, cards: list[Card], bank: Bank) -> str:
+    def edit(self, draft: Transaction, cards: list[Card], bank: Bank, services: Services) -> str:
         """Fill a transaction with the reviewer's edits and apply it; a reviewer that fails changes nothing."""
+        question = review_prompt(draft.mode, cards, bank)
         try:
             if self.options.reviewer == "rule":
                 edits = rule(draft.mode, cards, bank, self.options.least_tasks)
+            elif self.options.reviewer == "policy":
+                edits = read_edits(services.scorer.generate([question], (0, "reviewer", self.step))[0])
             else:
-                edits = read_edits(endpoint(self.options.endpoint)(review_prompt(draft.mode, cards, bank)))
+                edits = read_edits(endpoint(self.options.endpoint)(question))
         except (ValueError, EnvironmentFault) as error:
             return f"rejected: {error}"
         return bank.apply(replace(draft, edits=tuple(edits)), self.options.least_tasks)

@@ -27,11 +27,11 @@ from pydantic import Field
 
 from sinkflex.envs.env import ToolCall
 from sinkflex.envs.tau2.actions import DONE
-from sinkflex.methods.hooks import RewardParts
+from sinkflex.methods.hooks import RewardParts, Services
 from sinkflex.methods.method import Method
 from sinkflex.methods.options import Options
 from sinkflex.tasks.gold import gold_calls, reads, same_call
-from sinkflex.trajectory import Trajectory
+from sinkflex.trajectory import Group, Trajectory
 
 
 class ToolsRLOptions(Options):
@@ -84,7 +84,7 @@ class ToolsRL(Method):
             scores.append(call_f1(domain, calls, gold, self.options))
         return (max(scores) + scores[-1]) / 2
 
-    def after_step(self, groups: list[Any], metrics: dict[str, float], *services: Any) -> None:
+    def after_step(self, groups: Sequence[Group], metrics: dict[str, float], services: Services) -> None:
         """Count the steps of the phase."""
         self.steps += 1
 

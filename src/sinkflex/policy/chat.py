@@ -101,6 +101,23 @@ class Chat:
             return self.start((*history, *reply)), True
         return self._encode_after(stop, text), False
 
+    def after_task(self, prompt: Sequence[int], text: str) -> tuple[int, list[int]]:
+        """Return where the last message of a first prompt ends, and the ids of a text that is to stand there.
+
+        Args:
+            prompt: what `start` returned for messages that do not end with the assistant's.
+            text: goes to the end of the last message's content.
+
+        Raises:
+            ValueError: the prompt ends as no prompt of this template does.
+        """
+        for role in ("user", "tool", "system"):
+            rendered = self.template.render((Message(role, _PROBE[0].content),), generation=True)
+            end = self._encode(rendered.rpartition(_PROBE[0].content)[2])
+            if end and list(prompt[-len(end) :]) == end:
+                return len(prompt) - len(end), self._encode(text)
+        raise ValueError("the prompt does not end with a message of this template; expected what `start` returned")
+
     def parse(self, action_ids: Sequence[int], finish: str, prompt_ids: Sequence[int] = ()) -> Action:
         """Parse sampled ids (a final stop token included) into an action; a cut-off turn is a parse error.
 

@@ -16,6 +16,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast
 
 from sinkflex.behavior import jaccard, parts
+from sinkflex.metrics import register
+
+register("pats/*/average", "reward", "moving average of the scores of a task type")
+register("pats/*/mode", "index", "what the review might do: 0 expand, 1 revise, 2 compress, 3 prune")
+register("pats/*/entries", "entries", "texts in the bank of a task type")
+register("pats/*/tokens", "tokens", "estimated size of the bank of a task type")
+register("pats/applied_by/*", "reviews", "reviews that changed a bank, by who made them")
+register("pats/rejected_by/*", "reviews", "reviews that were rejected, by who made them")
 
 Kind = Literal["general", "skill", "mistake"]
 Mode = Literal["expand", "revise", "compress", "prune"]
