@@ -112,12 +112,12 @@ def table(rows: list[dict[str, Any]]) -> str:
             if not found:
                 continue
             gains = [row["held_out"] - base["held_out"] for row, base in pairs]
-            low, high = bootstrap_interval(gains) if len(gains) > 1 else (float("nan"), float("nan"))
+            interval = "{:+.3f} to {:+.3f}".format(*bootstrap_interval(gains)) if len(gains) > 1 else ""
             reached = [episodes_to_reach(row, base["curve"][-1][1]) for row, base in pairs]
             shown = ", ".join("never" if n is None else str(n) for n in reached)
             mean = np.mean([row["held_out"] for row in found])
-            gain = f"{np.mean(gains):+.3f} | {low:+.3f} to {high:+.3f}" if gains else " | "
-            lines.append(f"| {mode} | {arm} | {len(found)} | {mean:.3f} | {gain} | {shown} |")
+            gain = f"{np.mean(gains):+.3f}" if gains else ""
+            lines.append(f"| {mode} | {arm} | {len(found)} | {mean:.3f} | {gain} | {interval} | {shown} |")
     for row in rows[:1]:
         lines += ["", f"Floors: {json.dumps(row['floors'])}. {row['about']}."]
     return "\n".join(lines)

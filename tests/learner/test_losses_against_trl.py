@@ -20,6 +20,8 @@ import torch
 from sinkflex.envs.env import Action, StopReason
 from sinkflex.learner.losses import LossInputs, mismatch_weight
 from sinkflex.methods.grpo import GRPO
+from sinkflex.methods.gspo import GSPO
+from sinkflex.methods.method import Method
 from sinkflex.trajectory import Group, Outcome, Trajectory, Turn
 
 pytestmark = pytest.mark.peers
@@ -56,7 +58,7 @@ class Batch:
     def flat(self, x: torch.Tensor) -> torch.Tensor:
         return x[self.mask.bool()]
 
-    def ours(self, options: dict[str, Any]) -> torch.Tensor:
+    def ours(self, options: dict[str, Any], method: type[Method] = GRPO) -> torch.Tensor:
         lengths = self.mask.sum(1, keepdim=True).expand_as(self.mask)
         tokens, trajectories = int(self.mask.sum()), len(self.mask)
         inputs = LossInputs(
@@ -70,7 +72,7 @@ class Batch:
             reference_logprobs=self.flat(self.reference) if "kl_coefficient" in options else None,
             proximal_logprobs=self.flat(self.proximal) if "correction" in options else None,
         )
-        return GRPO(options, LONGEST).loss(inputs)[0]
+        return method(options, LONGEST).loss(inputs)[0]
 
     def theirs(self, trainer: Any, options: dict[str, Any], corrected: torch.Tensor | None = None) -> torch.Tensor:
         config = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1, **options}
@@ -80,7 +82,7 @@ class Batch:
             aux_loss_enabled=False,
             top_entropy_quantile=1.0,
             off_policy_mask_threshold=None,
-            importance_sampling_level="token",
+            importance_sampling_level=config.get("level", "token"),
             beta=config.get("beta", 0.0),
             loss_type=config["loss_type"],
             epsilon_low=config.get("epsilon_low", 0.2),
@@ -133,6 +135,13 @@ def assert_same(batch: Batch, ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-12, atol=0)
     gradients = [batch.flat(torch.autograd.grad(x, batch.policy)[0]) for x in (ours, theirs)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gspo_and_its_gradient_equal_trls(trainer: Any, seed: int) -> None:
+    batch = Batch(seed)
+    theirs = batch.theirs(trainer, {"loss_type": "grpo", "level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15})
+    assert_same(batch, batch.ours({"clip_low": 0.1, "clip_high": 0.15}, GSPO), theirs)
 
 
 @pytest.mark.parametrize("seed", range(3))
