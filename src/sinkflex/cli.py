@@ -205,7 +205,7 @@ def bench_update(as_json: AsJson = False, debug: Debug = False) -> Any:
 
 @command(bench_app, "env")
 def bench_env(as_json: AsJson = False, debug: Debug = False) -> Any:
-    """Measure environments: reset, step, memory of 256 live ones."""
+    """Measure environments: reset, step, score, memory of 300 live ones."""
     return _bench("env", as_json)
 
 
