@@ -45,8 +45,14 @@ ARMS: dict[str, tuple[str, ...]] = {
     "tara_no_gate": ("method.name=tara", "method.gate=false"),
     "empo": ("method.name=empo",),
     "empo_no_patch": ("method.name=empo", "method.patches=0"),
+    "toolsrl": ("method.name=toolsrl", "method.tool_steps=6"),
+    "toolsrl_mixed": ("method.name=toolsrl", "method.mixed=true"),
+    "pats": ("method.name=pats",),
+    "pats_shuffled": ("method.name=pats", "method.shuffle_words=true"),
+    "seed": ("method.name=seed", "method.analyzer=rule"),
+    "seed_shuffled": ("method.name=seed", "method.analyzer=rule", "method.shuffle_lessons=true"),
 }
-SOLO_ONLY = ("tara", "tara_local", "tara_no_gate", "empo", "empo_no_patch")
+SOLO_ONLY = ("tara", "tara_local", "tara_no_gate", "empo", "empo_no_patch", "toolsrl", "toolsrl_mixed")
 MODES = ("dual", "solo")
 
 

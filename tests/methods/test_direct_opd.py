@@ -255,13 +255,17 @@ def test_without_a_reward_advantages_are_zero_and_its_weight_scales_grpos() -> N
     ("options", "message"),
     [
         ({"teachers": ["a"], "teacher_references": []}, "each model after RL"),
-        ({"teachers": [], "teacher_references": []}, "nothing is learned"),
         ({"teachers": ["a", "b"], "teacher_references": ["c", "d"]}, "stage_steps"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         opd(**options)
+
+
+def test_without_a_pair_and_a_reward_there_is_nothing_to_learn(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing is learned"):
+        scored(opd(teachers=[], teacher_references=[]), tmp_path)
 
 
 def test_without_a_pair_a_run_is_grpo_to_the_bit(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from sinkflex.trajectory import Group, Row
 
 CANDIDATES, OLD, WEIGHTED, START = "candidates", "candidate_logprobs", "weighted_shift", "start_logprobs"
 MAX_LOG_RATIO = 20.0
+NOTHING = "without method.teachers nothing is learned. Type method.outcome_weight = 1, or the folders of a pair."
 
 
 class DirectOPD(Method):
@@ -76,18 +77,19 @@ class DirectOPD(Method):
         if self.kl_weight:
             for row, logprobs in zip(rows, scorer.logprobs(rows, self.start), strict=True):
                 row.streams[START] = logprobs
+        if not (options.teachers or options.outcome_weight):
+            raise ValueError(NOTHING)
         if not options.teachers:
             return
         if self.needs_candidates:
             for row, (ids, logprobs) in zip(rows, scorer.top_k(rows, k=options.k), strict=True):
                 row.streams[CANDIDATES], row.streams[OLD] = ids, logprobs
-        pair = (options.teachers[self.stage], options.teacher_references[self.stage])
+        pair = options.teachers[self.stage], options.teacher_references[self.stage]
         scored = [scorer.logprobs(rows, model, self.needs_candidates, temperature=1.0) for model in pair]
         shifts, rewards, mass = [], [], [np.zeros(0)]
         for number, (row, after, before) in enumerate(zip(rows, *scored, strict=True)):
-            shift = after - before
-            if options.shift_limit:
-                shift = shift.clip(-options.shift_limit, options.shift_limit)
+            limit = options.shift_limit or np.inf
+            shift = (after - before).clip(-limit, limit)
             if options.shuffle_shift:
                 draws = generator(0, "shift", self.step, number)
                 shift[row.loss_mask] = draws.permutation(shift[row.loss_mask])

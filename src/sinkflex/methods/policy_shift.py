@@ -64,11 +64,6 @@ class DirectOPDOptions(Options):
             "each model after RL needs the same one before it.",
         )
         yield (
-            not pairs and not self.outcome_weight,
-            "without method.teachers and with method.outcome_weight = 0 nothing is learned. Type method.teachers = "
-            '["FOLDER"] and method.teacher_references = ["FOLDER"].',
-        )
-        yield (
             pairs > 1 and not self.stage_steps,
             f"method.stage_steps is 0, but there are {pairs} pairs. Type method.stage_steps = 20.",
         )
