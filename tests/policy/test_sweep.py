@@ -63,7 +63,7 @@ def test_what_the_expert_forgets_is_not_asked_for_and_costs_only_the_tasks_that_
 
 
 def test_an_expert_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="no remedy 'toggle_dat' to forget. Did you mean toggle_data"):
+    with pytest.raises(ValueError, match=r"no remedy 'toggle_dat' to forget\. Did you mean toggle_data"):
         SweepAgent(forget={"toggle_dat": 0.5})
     with pytest.raises(ValueError, match="look before"):
         SweepAgent(solo=True, diagnose=False)
