@@ -102,8 +102,8 @@ class Student:
         return {"arm": arm, "seed": self.seed, **{name: self.score(folder) for name, folder in places.items()}}
 
     def score(self, folder: Path) -> float:
-        """Return the mean on the held-out tasks; it is written beside the policy."""
-        known = folder / f"{self.split}.json"
+        """Return the mean on the tasks of the score; it is written down, since arms share policies."""
+        known = self.folder / "_".join([*folder.relative_to(self.folder).parts, f"{self.split}.json"])
         if not known.exists():
             layers = f"model.tiny.layers={json.loads((folder / 'config.json').read_text())['num_hidden_layers']}"
             config = self.config("score", layers)
