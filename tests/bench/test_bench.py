@@ -93,7 +93,7 @@ def test_bars_are_met_or_missed() -> None:
 
 
 def test_an_update_has_one_gradient_however_attention_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, small in (("PROMPT", 40), ("TOKENS", 100), ("MEMBERS", 2)):
+    for name, small in (("PROMPT", 40), ("TOKENS", 100), ("MEMBERS", 2), ("GROUPS", 1)):
         monkeypatch.setattr(update, name, small)
     cells = [cell | update.measure(cell) for cell in update.CELLS]
     assert [row["gradient_norm"] for row in cells] == pytest.approx([cells[0]["gradient_norm"]] * 3, rel=1e-4)
