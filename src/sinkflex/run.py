@@ -134,6 +134,8 @@ class Run:
 
     def _frozen(self, folder: Path) -> PreTrainedModel:
         """Return the model of a folder, which must have the policy's vocabulary."""
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is gone, the policy that the method compares with: restore it, or start anew")
         other = load_policy(self.config, folder)
         if other.tokenizer.get_vocab() != self.policy.tokenizer.get_vocab():
             raise ValueError(f"{folder}: its vocabulary is not the policy's; type the folder of a model that shares it")
