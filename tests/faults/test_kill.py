@@ -36,7 +36,7 @@ whole = time.monotonic() - started
 choose, hits, number = random.Random(0), 0, 0
 while hits < kills:
     directory = folder / f"killed_{number}"
-    hit = sum(attempt(directory, choose.uniform(0, whole)) for _ in range(1 + number % 3))  # some again and again
+    hit = sum(attempt(directory, choose.uniform(0, 0.8 * whole)) for _ in range(1 + number % 3))  # some twice
     attempt(directory)
     print(directory.name, hit, flush=True)
     hits, number = hits + hit, number + 1
