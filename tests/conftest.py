@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import settings
+
+# Two threads that wait for each other are slower than one on a machine that is busy; processes of the tests inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run, on any machine.
 settings.register_profile("sinkflex", deadline=None, derandomize=True, max_examples=50)

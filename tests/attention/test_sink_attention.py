@@ -45,7 +45,7 @@ def test_bfloat16_is_never_worse_than_eager(case: Case) -> None:
         assert ours <= theirs, f"{name}: {ours:.1e} against eager's {theirs:.1e}"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plan=plans(), window=st.sampled_from([None, 1, 3, 8, 40]), seed=st.integers(0, 99))
 def test_any_plan_and_any_order_of_pieces(plan: Plan, window: int | None, seed: int) -> None:
     case = Case("any", plan, window, heads=(4, 2))
@@ -64,8 +64,8 @@ def test_any_plan_and_any_order_of_pieces(plan: Plan, window: int | None, seed: 
 @pytest.mark.parametrize("window", [None, 4])
 def test_gradients_equal_finite_differences(window: int | None) -> None:
     plan = Plan.tree([-1, 0, 1, 2, 3, 2, 5, 6, -1, 8])
-    q, k, v = (torch.randn(1, heads, 10, 4, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
-    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    q, k, v = (torch.randn(1, heads, 10, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
     call = lambda *leaves: sink_attention(*leaves[:3], plan, leaves[3], window=window)  # noqa: E731
     assert torch.autograd.gradcheck(call, (q, k, v, sinks))
 

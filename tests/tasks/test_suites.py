@@ -114,6 +114,7 @@ def domains_opened_by(*arguments: str, overrides: Sequence[str] = ()) -> tuple[s
     return printed, opened.split()
 
 
+@pytest.mark.slow
 def test_a_whole_job_opens_the_tasks_of_its_own_suite_alone(tmp_path):
     mock = ["env.domain=mock", "tasks.split=base", "validation.split=base", f"run.directory={tmp_path}"]
     assert domains_opened_by("train", SMOKE, overrides=[*SMALL, *mock])[1] == ["mock"]
