@@ -6,7 +6,7 @@ import os
 
 from hypothesis import settings
 
-# Two threads that wait for each other are slower than one on a machine that is busy; processes of the tests inherit this.
+# Two threads that wait for each other are slower than one on a busy machine; processes of the tests inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in every run, on any machine.
