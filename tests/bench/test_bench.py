@@ -115,6 +115,25 @@ def test_memory_over_what_is_allowed_is_refused() -> None:
     assert "allocate memory" in run(2**27).stderr
 
 
+def test_the_longest_sequence_is_where_memory_ends_and_not_where_a_cell_was_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measured(stage: cell.Row, tokens: int, budget: bool) -> cell.Row:
+        found = {**stage, "tokens": tokens, "heads": 8, "tokens_per_second": 1.0}
+        return {**found, "refused": reason} if tokens > 5000 else {**found, "peak_bytes": 4e5 * tokens}
+
+    monkeypatch.setattr(step, "_cell", measured)
+    reason = "RuntimeError: can't allocate memory"
+    eager, ours = step.longest(step.EAGER), step.longest(step.OURS)
+    assert eager["tokens"] == ours["tokens"] == 4608  # the ladder's last step below 5000 tokens
+    assert step.bars([eager, ours])[-1]["measured"] == 1.0
+    reason = "exit -15"
+    killed = step.longest(step.OURS)
+    assert killed["refused"] == "exit -15"
+    assert step.bars([eager, killed])[-1]["measured"] is None
+    assert "refused: exit -15" in step.table([killed])
+
+
 def test_a_cell_over_its_time_is_refused() -> None:
     row = cell.in_own_process("sinkflex.bench.attention", {"section": "path", "path": "sdpa"}, cpu_limit_seconds=1)
     assert row["refused"] == "not done in 1 s of CPU time"

@@ -87,6 +87,8 @@ def longest(stage: Row) -> Row:
     while low < high:
         middle = (low + high) // 2
         row = _cell(stage, ladder[middle], budget=True)
+        if "refused" in row and "allocate memory" not in row["refused"]:
+            return {**row, "section": "longest within 2.5 GB"}  # killed, or out of time: says nothing of memory
         if "refused" not in row and row["peak_bytes"] <= BUDGET_BYTES:
             low, best = middle + 1, row
         else:
@@ -107,7 +109,8 @@ def bars(rows: list[Row]) -> list[Row]:
         )
 
     def times(name: str, mine: Row, theirs: Row) -> float | None:
-        return mine[name] / theirs[name] if name in mine and name in theirs else None
+        judged = name in mine and name in theirs and "refused" not in mine and "refused" not in theirs
+        return mine[name] / theirs[name] if judged else None
 
     eager = find("step", EAGER, tokens=4096)
     found: list[Row] = []
