@@ -10,8 +10,11 @@ from sinkflex.recipe import load_config
 from sinkflex.trajectory import read_trajectories
 
 SMOKE = Path(__file__).parents[2] / "recipes" / "smoke.toml"
+# Every token has a gradient: the rewards of a policy without skill are all equal, and would move nothing.
+LEARNING = ("method.entropy_coefficient=1e-3", "method.kl_coefficient=0.05", "learner.micro_batch_tokens=1024")
 # Without a warm start, which only telecom has.
 SMALL = (
+    *LEARNING,
     "env.domain=mock",
     "tasks.split=base",
     "validation.split=base",
@@ -27,6 +30,11 @@ def smoke(directory: Path, *overrides: str) -> Config:
     """The smoke recipe in a directory, in a form that leaves equal bytes on any number of cores."""
     always = ("run.threads=1", 'log.writers=["jsonl"]', f"run.directory={directory}")
     return load_config(SMOKE, [*always, *overrides])
+
+
+def learning_smoke(directory: Path, *overrides: str) -> Config:
+    """The smoke recipe, made to learn something in every step."""
+    return smoke(directory, *LEARNING, *overrides)
 
 
 def small(directory: Path, *overrides: str) -> Config:
