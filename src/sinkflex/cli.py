@@ -155,12 +155,12 @@ def rollout(
 @command(app)
 def export(
     source: Annotated[Path, typer.Argument(help="A run directory (its newest validation), or a .jsonl.zst file.")],
-    to: Annotated[str, typer.Option(help="tau2 (the package's results file) or parquet.", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="The file; beside the source if left out.")] = None,
+    to: Annotated[str, typer.Option(help="tau2 (results of the package), parquet or model.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="File, or folder of a model; beside the source if left out.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Any:
-    """Write recorded episodes in a format of other programs."""
+    """Write recorded episodes, or a run's policy with adapters merged, in a format of other programs."""
     from sinkflex.report.export import export
 
     return export(source, to, out)

@@ -94,6 +94,17 @@ class TinyConfig(Section):
     """Longest sequence the model accepts."""
 
 
+class LoraConfig(Section):
+    """Adapters of low rank, trained in place of the weights (LoRA, arXiv 2106.09685). Needs the `lora` extra."""
+
+    rank: CountOrZero = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: Positive = 32.0
+    """What an adapter adds counts alpha / rank times."""
+    targets: tuple[str, ...] = Field(default=("all-linear",), strict=False, min_length=1)
+    """Names of the layers that get one; all-linear: each linear layer but the output, and no experts in one tensor."""
+
+
 class ModelConfig(Section):
     """The policy."""
 
@@ -103,6 +114,8 @@ class ModelConfig(Section):
     """Run Python files found in the model folder. Only for folders whose code you have read."""
     tiny: TinyConfig = TinyConfig()
     """Shape, when path is `tiny`."""
+    lora: LoraConfig = LoraConfig()
+    """What is trained, when not the whole model."""
 
 
 class EndpointConfig(Section):

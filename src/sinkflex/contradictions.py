@@ -29,6 +29,11 @@ def contradictions(config: Config) -> Iterator[tuple[bool, str]]:
         f"{rollout.max_tokens}.",
     )
     yield (
+        config.model.path == "tiny" and config.model.lora.rank > 0,
+        f"model.lora.rank = {config.model.lora.rank} adapts weights that are learned already, and a tiny model has "
+        "none. Type model.path = FOLDER or model.lora.rank = 0.",
+    )
+    yield (
         rollout.max_turn_tokens >= rollout.max_tokens,
         f"rollout.max_turn_tokens = {rollout.max_turn_tokens} leaves no room in rollout.max_tokens = "
         f"{rollout.max_tokens}. Type a smaller rollout.max_turn_tokens.",

@@ -158,7 +158,7 @@ def open_policy(config: Config, source: Path) -> tuple[Policy, str]:
     Raises:
         ValueError: there is neither.
     """
-    if (source / "config.json").is_file():
+    if any((source / name).is_file() for name in ("config.json", "adapter_config.json")):
         return load_policy(config, source), str(source)
     found = checkpoint.best(source / "checkpoints") or checkpoint.latest(source / "checkpoints")
     if found is None:

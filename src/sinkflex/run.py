@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,8 @@ from sinkflex.methods.method import Method, build_method
 from sinkflex.metrics import START, Metrics, open_metrics
 from sinkflex.policy.chat import Chat
 from sinkflex.policy.clerk import ClerkAgent
-from sinkflex.policy.model import Policy, load_policy, new_policy
+from sinkflex.policy.lora import twin
+from sinkflex.policy.model import Policy, continued_policy, load_policy, new_policy
 from sinkflex.policy.sampler import Sampler
 from sinkflex.policy.sweep import SweepAgent
 from sinkflex.provenance import provenance
@@ -121,10 +122,11 @@ class Run:
         self.require_valid(groups, f"the validation on {task_set}")
         return summarize(groups), groups
 
-    def scorer(self) -> Scorer:
-        """Return what scores rows and writes texts with the run's models."""
+    def scorer(self, reference: Callable[[], PreTrainedModel] | None = None) -> Scorer:
+        """Return what scores rows and writes texts with the run's models, or with another reference."""
+        after_warm_start = partial(self._frozen, self.directory / "warm_start")
         return Scorer(
-            {"policy": lambda: self.policy.model, "reference": lambda: self._frozen(self.directory / "warm_start")},
+            {"policy": lambda: self.policy.model, "reference": reference or after_warm_start},
             self._frozen,
             self.chat,
             self.sampler,
@@ -136,6 +138,8 @@ class Run:
         """Return the model of a folder, which must have the policy's vocabulary."""
         if not folder.is_dir():
             raise ValueError(f"{folder} is gone, the policy that the method compares with: restore it, or start anew")
+        if shared := twin(self.policy.model, folder):
+            return shared
         other = load_policy(self.config, folder)
         if other.tokenizer.get_vocab() != self.policy.tokenizer.get_vocab():
             raise ValueError(f"{folder}: its vocabulary is not the policy's; type the folder of a model that shares it")
@@ -151,6 +155,7 @@ class Run:
                 "updates": self.learner.updates,
                 "tasks": self.tasks.state_dict(),
                 "method": self.method.state_dict(),
+                "drafts": self.sampler.drafts.state_dict(),
                 "metrics": self.metrics.state_dict(),
                 "unlogged": self.unlogged,
             },
@@ -168,6 +173,8 @@ class Run:
         self.learner.updates = state["updates"]
         self.tasks.load_state_dict(state["tasks"])
         self.method.load_state_dict(state["method"])
+        if "drafts" in state:  # not in checkpoints of earlier versions
+            self.sampler.drafts.load_state_dict(state["drafts"])
         self.unlogged = state.get("unlogged")
         self.step = self.saved_step = saved.step
 
@@ -203,7 +210,7 @@ def _open_run(config: Config, directory: Path, method: Method, lock: IO[str]) ->
     else:
         for change in saved.changes(provenance(config)):
             print(f"continuing {directory}: {change}", file=sys.stderr)
-        policy = load_policy(config, saved.path / "model")
+        policy = continued_policy(config, saved.path / "model")
         position = saved.state()["metrics"]
     env = make_env(config)
     chat = make_chat(config, policy, env)
@@ -368,3 +375,4 @@ def set_up_torch(config: Config) -> None:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over every new tensor

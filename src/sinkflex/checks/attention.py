@@ -11,6 +11,7 @@ from sinkflex.attention.huggingface import require_live_sinks
 from sinkflex.checks.subject import Broken, Subject
 from sinkflex.learner.logprobs import node_logprobs, row_logprobs, sampled_nodes
 from sinkflex.learner.packing import forest
+from sinkflex.policy.lora import rank_of
 
 LARGEST = 1e-3  # difference of log-probs in float32, in nats
 
@@ -21,6 +22,8 @@ def sinks(subject: Subject) -> str:
     layers = require_live_sinks(model)
     if not layers:
         return "the model has none"
+    if rank_of(model):
+        return f"live in {layers} layers, frozen like all weights beside the adapters"
     gradients = {name: x for name, x in subject.gradient.items() if name.endswith("sinks")}
     dead = [name for name, x in gradients.items() if not bool(x.all())]
     if dead or len(gradients) != layers:
@@ -63,7 +66,8 @@ def _reach(model: Any, modules: list[Any], tokens: int) -> dict[Any, int]:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(tokens, device=model.device)[None] * 7 % vocabulary
     try:
-        model(inputs_embeds=model.get_input_embeddings()(ids), use_cache=False, logits_to_keep=1)
+        embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+        model(inputs_embeds=embeddings, use_cache=False, logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()

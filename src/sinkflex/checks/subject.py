@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from sinkflex.config import Config
 from sinkflex.learner.rows import rows_of
+from sinkflex.learner.scorer import Scorer
 from sinkflex.learner.step import PROXIMAL, Needs, count
 from sinkflex.rollout.group import Phase, rollout
 from sinkflex.run import Run, make_env, open_run
@@ -22,6 +23,7 @@ from sinkflex.seeds import generator
 from sinkflex.trajectory import Group, Row
 
 TASKS, MEMBERS, TURNS, TURN_TOKENS = 2, 3, 3, 24
+CONTEXT, LENGTH = 32, 96  # of the rows whose gradient is compared, so that a real model needs minutes
 NOISE = 0.1  # of the log-probs the rows were sampled with, so that ratios differ from 1 and some are clipped
 
 
@@ -42,10 +44,16 @@ class Subject:
 
     @cached_property
     def rows(self) -> list[Row]:
-        """Rows of the episodes, as if rewards differed and the policy had moved since it sampled them."""
+        """Parts of rows of the episodes, as if rewards differed and the policy had moved since it sampled them.
+
+        The method scores the whole rows, as in training.
+        """
         rng = generator(0, "check", "rows")
         advantages = [[np.full(t.sampled_tokens, rng.normal(), np.float32) for t in g.valid] for g in self.groups]
-        rows = rows_of(self.groups, advantages)
+        whole = rows_of(self.groups, advantages)
+        self.run.method.score(self.groups, whole, self.scorer)
+        reach = getattr(self.run.policy.model.config.get_text_config(), "sliding_window", None) or 0
+        rows = [part(row, CONTEXT, LENGTH + min(reach, 4 * LENGTH)) for row in whole]
         self.run.learner.recompute(rows)
         for i, row in enumerate(rows):
             noise = rng.normal(0, NOISE, (2, len(row))) * row.loss_mask
@@ -55,12 +63,20 @@ class Subject:
         return rows
 
     @cached_property
+    def scorer(self) -> Scorer:
+        """The run's scorer; its reference is a model near the policy."""
+        return self.run.scorer(reference=lambda: moved(self.run.policy.model))
+
+    @cached_property
     def needs(self) -> Needs:
-        """What the method reads; the reference is a model near the policy."""
-        method, reference = self.run.method, None
-        if method.needs_reference:
-            reference = moved(self.run.policy.model)
-        return Needs(method.needs_entropy, reference, proximal=method.options.correction != "none")
+        """What the method reads."""
+        method = self.run.method
+        return Needs(
+            method.needs_entropy,
+            self.scorer.model("reference") if method.needs_reference else None,
+            proximal=method.options.correction != "none",
+            candidates=method.needs_candidates,
+        )
 
     @cached_property
     def gradient(self) -> dict[str, Tensor]:
@@ -113,13 +129,22 @@ def shortened(config: Config, directory: Path) -> Config:
 
 def roll_out(run: Run, temperature: float, tasks: int) -> list[Group]:
     """Roll out groups of the recipe's training tasks, with the scripted user where the recipe has a server."""
-    phase = Phase("check", run.config.run.seed, 0, 0, temperature)
+    phase = Phase("train/check", run.config.run.seed, 0, 0, temperature)
     drawn = [draw.task_id for draw in run.tasks.draw(tasks, 0)]
-    groups, _ = rollout(drawn, MEMBERS, lambda: make_env(run.config, offline=True), run.chat, run.sampler, phase)
+    make = partial(make_env, run.config, offline=True)
+    groups, _ = rollout(drawn, MEMBERS, make, run.chat, run.sampler, phase, hooks=run.method)
     faults = sorted({str(t.fault) for g in groups for t in g.members if not t.valid})
     if faults:
         raise ValueError(f"the environment fails: {'; '.join(faults)}")
     return groups
+
+
+def part(row: Row, context: int, length: int) -> Row:
+    """Return a part of a row: some tokens before the first sampled one, and what follows."""
+    first = max(int(row.loss_mask.argmax()) - context, 0)
+    values = {f.name: getattr(row, f.name) for f in fields(row)}
+    cut = {name: x[first : first + length] for name, x in values.items() if isinstance(x, np.ndarray)}
+    return replace(row, **cut, streams={name: x[first : first + length] for name, x in row.streams.items()})
 
 
 def moved(model: PreTrainedModel) -> PreTrainedModel:

@@ -21,6 +21,7 @@ from sinkflex.envs.env import Message
 from sinkflex.learner.logprobs import node_logprobs, plain_head, sampled_nodes
 from sinkflex.learner.packing import Batch, forest, micro_batches
 from sinkflex.policy.chat import Chat
+from sinkflex.policy.lora import save_model
 from sinkflex.policy.sampler import Sampler
 from sinkflex.seeds import generator
 from sinkflex.trajectory import Row
@@ -62,6 +63,10 @@ class Scorer:
             make = self._named.get(name)
             self._models[name] = make() if make else self._load(Path(name))
         return self._models[name]
+
+    def save(self, name: str, folder: Path) -> None:
+        """Write a model's weights and config as `policy/lora.py` does."""
+        save_model(self.model(name), folder)
 
     def logprobs(
         self,

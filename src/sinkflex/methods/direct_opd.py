@@ -138,7 +138,7 @@ class DirectOPD(Method):
         if self.stage != stage:
             folder = services.directory / f"stage_{self.stage}"
             shutil.copytree(services.directory / "warm_start", folder, dirs_exist_ok=True)
-            services.scorer.model("policy").save_pretrained(folder)
+            services.scorer.save("policy", folder)
             self.start, self.kl_weight = str(folder), options.kl_coefficient
 
     def state_dict(self) -> dict[str, Any]:

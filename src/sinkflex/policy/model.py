@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from sinkflex.attention.huggingface import NAME, require_isolation, require_live_sinks
 from sinkflex.config import Config, RunConfig
-from sinkflex.policy import experts
+from sinkflex.policy import experts, lora
 from sinkflex.policy.tiny import build_model, build_tokenizer
 
 transformers_logging.disable_progress_bar()
@@ -27,8 +27,8 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
 
     def save(self, folder: Path) -> None:
-        """Write config, weights (safetensors), tokenizer and chat template."""
-        self.model.save_pretrained(folder)
+        """Write config, weights (safetensors; of adapters alone, if there are any), tokenizer and chat template."""
+        lora.save_model(self.model, folder)
         self.tokenizer.save_pretrained(folder)
 
 
@@ -51,24 +51,46 @@ def new_policy(config: Config, texts: Callable[[], Iterable[str]]) -> Policy:
         config: `model.path` is "tiny" or a local Hugging Face folder.
         texts: what a new tokenizer is trained on (called for the tiny policy only).
     """
+    options, folder = config.model.lora, Path(config.model.path)
     if config.model.path != "tiny":
-        return load_policy(config, Path(config.model.path))
+        policy = load_policy(config, folder)
+        if options.rank and not lora.rank_of(policy.model):
+            lora.adapt(policy.model, options, folder, config.run.seed)
+        lora.require_rank(policy.model, options, folder)
+        return policy
     tokenizer = build_tokenizer(texts(), config.model.tiny.vocabulary)
     return _prepare(config, build_model(config.model.tiny, len(tokenizer), config.run.seed), tokenizer)
 
 
+def continued_policy(config: Config, folder: Path) -> Policy:
+    """Load the policy of a checkpoint, which must be trained as the recipe says."""
+    policy = load_policy(config, folder)
+    lora.require_rank(policy.model, config.model.lora, folder)
+    return policy
+
+
 def load_policy(config: Config, folder: Path) -> Policy:
-    """Load a policy from a Hugging Face folder on this machine; nothing is downloaded.
+    """Load a policy from a Hugging Face folder on this machine, or an adapter and its base; nothing is downloaded.
 
     Raises:
         ValueError: the folder is missing, is no model, or lacks some of its weights.
     """
+    base = lora.base_of(folder)
+    if base is None:
+        return _load_whole(config, folder, folder)
+    policy = _load_whole(config, base, folder if (folder / "tokenizer_config.json").is_file() else base)
+    lora.load_adapter(policy.model, folder)
+    return policy
+
+
+def _load_whole(config: Config, folder: Path, words: Path) -> Policy:
+    """Load the weights of one folder with the tokenizer of another."""
     if not (folder / "config.json").is_file():
         found = f"{folder} has no config.json" if folder.is_dir() else f"{folder} is no folder"
         raise ValueError(f"model.path: {found}: give a local Hugging Face folder, or tiny")
     trust = config.model.trust_remote_code
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
+        tokenizer = AutoTokenizer.from_pretrained(words, local_files_only=True, trust_remote_code=trust)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             local_files_only=True,

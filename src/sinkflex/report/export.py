@@ -42,17 +42,22 @@ def export(source: Path, to: str, out: Path | None = None) -> dict[str, Any]:
 
     Args:
         source: a file of trajectories, or a run directory: its newest validation is taken.
-        to: a key of `FORMATS`.
+        to: a key of `FORMATS`, or "model" for the policy instead of episodes.
         out: the file; beside the source if left out.
 
     Returns:
-        The file, and how many episodes are in it and were left out.
+        The file, and how many episodes are in it and were left out; or what `export_model` returns.
 
     Raises:
         ValueError: an unknown format, nothing to export, or no place to write to.
     """
+    if to == "model":
+        from sinkflex.report.model import export_model  # episodes need no torch
+
+        return export_model(source, out)
     if to not in FORMATS:
-        raise ValueError(f"there is no format {to!r}.{did_you_mean(to, FORMATS)} Formats: {', '.join(FORMATS)}.")
+        known = [*FORMATS, "model"]
+        raise ValueError(f"there is no format {to!r}.{did_you_mean(to, known)} Formats: {', '.join(known)}.")
     suffix, encode = FORMATS[to]
     path = source if source.is_file() else _newest_validation(source)
     out = out or path.with_name(path.name.partition(".")[0] + suffix)
