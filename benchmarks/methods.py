@@ -4,8 +4,9 @@
     python benchmarks/methods.py --table --out runs/methods.jsonl
 
 Appends a row an arm, mode (dual: the agent talks to the scripted user; solo: it works alone from a ticket) and seed;
-run it again to continue where it stopped. Each run has one thread; `--jobs` run at once. Arms that need gold calls are
-solo only. `shuffled` gives the rewards of each group to random members, which must teach nothing.
+run it again to continue where it stopped. Each run has one thread; `--jobs` run at once. A seed is finished before the
+next one begins. Without `--arms` each method runs in one mode: dual, or solo if it needs gold calls; its ablations run
+when named. `shuffled` gives the rewards of each group to random members, which must teach nothing.
 """
 
 from __future__ import annotations
@@ -30,30 +31,39 @@ from sinkflex.train import train
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "bench.toml"
 DTAC = ("tasks.sampling=dtac", 'method.correction="token_truncate"')
+# Its loss is a sum over an episode, so that the recipe's weight of the KL is shared out to about 100 tokens.
+STEPO = ("method.name=stepo", "method.kl_coefficient=3e-4")
 ARMS: dict[str, tuple[str, ...]] = {
     "grpo": (),
-    "uniform": ("tasks.sampling=uniform",),
     "shuffled": ("method.shuffle_advantages=true",),
     "gspo": ("method.name=gspo",),
-    "stepo": ("method.name=stepo",),
-    "naive": ("method.name=stepo", "method.turn_weight=copy"),
+    "stepo": STEPO,
     "river": ("method.name=river",),
     "dtac": DTAC,
-    "stepo_dtac": ("method.name=stepo", *DTAC),
+    "pats": ("method.name=pats",),
+    "seed": ("method.name=seed", "method.analyzer=rule"),
     "tara": ("method.name=tara",),
+    "empo": ("method.name=empo",),
+    "toolsrl": ("method.name=toolsrl", "method.tool_steps=7"),
+    "uniform": ("tasks.sampling=uniform",),
+    "naive": (*STEPO, "method.turn_weight=copy"),
+    "stepo_dtac": (*STEPO, *DTAC),
     "tara_local": ("method.name=tara", "method.future_weight=0.0"),
     "tara_no_gate": ("method.name=tara", "method.gate=false"),
-    "empo": ("method.name=empo",),
     "empo_no_patch": ("method.name=empo", "method.patches=0"),
-    "toolsrl": ("method.name=toolsrl", "method.tool_steps=6"),
     "toolsrl_mixed": ("method.name=toolsrl", "method.mixed=true"),
-    "pats": ("method.name=pats",),
     "pats_shuffled": ("method.name=pats", "method.shuffle_words=true"),
-    "seed": ("method.name=seed", "method.analyzer=rule"),
     "seed_shuffled": ("method.name=seed", "method.analyzer=rule", "method.shuffle_lessons=true"),
 }
 SOLO_ONLY = ("tara", "tara_local", "tara_no_gate", "empo", "empo_no_patch", "toolsrl", "toolsrl_mixed")
+# What runs without `--arms`: every method in one mode, with plain GRPO and the control beside it.
+DEFAULT = {
+    "dual": ("grpo", "shuffled", "gspo", "stepo", "river", "dtac", "pats", "seed"),
+    "solo": ("grpo", "shuffled", "tara", "empo", "toolsrl"),
+}
 MODES = ("dual", "solo")
+# Alone, the expert must look before it toggles, since nobody guards the phone.
+SOLO = ("env.solo=true", "warmup.diagnose=true")
 
 
 def run_arm(arm: str, mode: str, seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
@@ -98,8 +108,13 @@ def warm_start(mode: str, seed: int, folder: Path) -> Path:
 
 def fixed(mode: str, seed: int, extra: list[str]) -> list[str]:
     """Return what all arms of a seed and mode change in the recipe."""
-    solo = str(mode == "solo").lower()
-    return [*extra, f"run.seed={seed}", f"env.solo={solo}", "run.threads=1", 'log.writers=["jsonl"]']
+    alone = SOLO if mode == "solo" else ()
+    return [*alone, *extra, f"run.seed={seed}", "run.threads=1", 'log.writers=["jsonl"]']
+
+
+def pairs(arms: list[str] | None, modes: list[str]) -> list[tuple[str, str]]:
+    """Return the (arm, mode) to run: those named, or the default ones."""
+    return [(arm, mode) for mode in modes for arm in arms or DEFAULT[mode] if mode == "solo" or arm not in SOLO_ONLY]
 
 
 def episodes_to_reach(row: dict[str, Any], score: float) -> int | None:
@@ -132,7 +147,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Run what is missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="in every mode that they can run in")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
@@ -160,23 +175,25 @@ def main() -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
 
+    failed: list[subprocess.CalledProcessError] = []
     if not arguments.table:
         done = {(row["arm"], row["mode"], row["seed"]) for row in rows()}
-        wanted = [
-            (arm, mode, seed)
-            for seed in arguments.seeds
-            for mode in arguments.modes
-            for arm in arguments.arms
-            if (arm, mode, seed) not in done and (mode == "solo" or arm not in SOLO_ONLY)
-        ]
-        warm = dict.fromkeys((mode, seed) for _, mode, seed in wanted)
-        cold = [("warm", mode, seed) for mode, seed in warm if not warm_start(mode, seed, folder).exists()]
-        with ThreadPoolExecutor(arguments.jobs) as pool:
-            list(pool.map(lambda job: one(*job), cold))
-            for future in as_completed([pool.submit(one, *job) for job in wanted]):
-                with arguments.out.open("a") as file:
-                    file.write(future.result().splitlines()[-1] + "\n")
+        for seed in arguments.seeds:
+            wanted = [(a, m, seed) for a, m in pairs(arguments.arms, arguments.modes) if (a, m, seed) not in done]
+            cold = [("warm", m, seed) for m in dict.fromkeys(m for _, m, _ in wanted)]
+            with ThreadPoolExecutor(arguments.jobs) as pool:
+                list(pool.map(lambda job: one(*job), [c for c in cold if not warm_start(*c[1:], folder).exists()]))
+                for future in as_completed([pool.submit(one, *job) for job in wanted]):
+                    try:
+                        line = future.result().splitlines()[-1]
+                    except subprocess.CalledProcessError as error:
+                        failed.append(error)  # the others go on
+                        continue
+                    with arguments.out.open("a") as file:
+                        file.write(line + "\n")
     print(table(rows()))
+    if failed:
+        sys.exit("\n".join(map(str, failed)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,47 @@
+"""The comparison of methods: every arm is a recipe that loads, and every method is in it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from sinkflex.methods.method import METHODS, build_method
+from sinkflex.recipe import load_config
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "methods.py"
+_spec = importlib.util.spec_from_file_location("comparison", SCRIPT)
+assert _spec is not None and _spec.loader is not None
+comparison = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(comparison)
+
+
+@pytest.mark.parametrize(("arm", "mode"), comparison.pairs(list(comparison.ARMS), list(comparison.MODES)))
+def test_every_arm_is_a_recipe_with_the_episodes_of_grpo(arm: str, mode: str) -> None:
+    config = load_config(comparison.RECIPE, [*comparison.ARMS[arm], *comparison.fixed(mode, 0, [])])
+    plain = load_config(comparison.RECIPE, comparison.fixed(mode, 0, []))
+    build_method(config.method.name, config.method.options, config.rollout.max_tokens)
+    for section in ("model", "env", "rollout", "learner", "train", "validation", "warmup"):
+        assert getattr(config, section) == getattr(plain, section)
+
+
+def test_by_default_every_method_runs_beside_grpo_and_the_control() -> None:
+    ran = comparison.pairs(None, list(comparison.MODES))
+    names = {load_config(comparison.RECIPE, list(comparison.ARMS[arm])).method.name for arm, _ in ran}
+    assert names == set(METHODS) - {"direct_opd"}, "that one needs a pair of models: benchmarks/direct_opd.py"
+    assert {("grpo", m) for m in comparison.MODES} | {("shuffled", m) for m in comparison.MODES} <= set(ran)
+    assert not any(mode == "dual" and arm in comparison.SOLO_ONLY for arm, mode in ran)
+
+
+def test_a_table_pairs_each_arm_with_grpo_of_its_seed_and_says_when_it_got_there() -> None:
+    def row(arm: str, seed: int, held_out: float, curve: list[list[float]]) -> dict[str, object]:
+        about = {"floors": {"do_nothing": 0.0}, "about": "scripted user", "episodes_a_step": 48}
+        return {"arm": arm, "mode": "dual", "seed": seed, "held_out": held_out, "curve": curve, **about}
+
+    rows = [row("grpo", s, 0.4 + s / 10, [[0, 0.3], [4, 0.4], [8, 0.5]]) for s in (0, 1)]
+    rows += [row("dtac", s, 0.5 + s / 10, [[0, 0.3], [4, 0.5], [8, 0.4]]) for s in (0, 1)]
+    rows += [row("gspo", 0, 0.3, [[0, 0.3], [8, 0.4]])]
+    text = comparison.table(rows)
+    assert "| dual | dtac | 2 | 0.550 | +0.100 | +0.100 to +0.100 | 192, 192 |" in text
+    assert "| dual | gspo | 1 | 0.300 | -0.100 |  | never |" in text
