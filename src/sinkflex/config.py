@@ -153,6 +153,9 @@ class EnvConfig(Section):
     deadline_seconds: NotNegative = 0.0
     """For one call of the environment, its tools and user included: it runs in a process of its own that is killed
     then, and the episode is invalid. 0: no deadline, no process."""
+    memory_gigabytes: NotNegative = 0.0
+    """What such a process may take, with those that it starts; beyond it, it is killed and the episode is invalid.
+    What all of them share counts in each. 0: no limit."""
 
 
 class PromptConfig(Section):
@@ -251,6 +254,9 @@ class MethodConfig(Section):
 
     name: str = "grpo"
     """A name from `sinkflex methods`, or `package.module:Class`."""
+    reward_seconds: NotNegative = 0.0
+    """For the method's reward of one episode (a program, a judge): it runs in a process of its own that is killed then,
+    and the episode is invalid. 0: no deadline, no process. The reward of an environment has `env.deadline_seconds`."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -43,10 +43,19 @@ def contradictions(config: Config) -> Iterator[tuple[bool, str]]:
         f"learner.mini_batches = {learner.mini_batches} cannot cut rollout.groups = {rollout.groups} by whole groups. "
         f"Type learner.mini_batches = {rollout.groups} or less.",
     )
+    for key, seconds in (
+        ("env.deadline_seconds", config.env.deadline_seconds),
+        ("method.reward_seconds", config.method.reward_seconds),
+    ):
+        yield (
+            seconds > 0 and config.run.deterministic,
+            f"{key} = {seconds:g} depends on the speed of the machine, and run.deterministic = true forbids that. Type "
+            f"run.deterministic = false or {key} = 0.",
+        )
     yield (
-        config.env.deadline_seconds > 0 and config.run.deterministic,
-        f"env.deadline_seconds = {config.env.deadline_seconds:g} depends on the speed of the machine, and "
-        "run.deterministic = true forbids that. Type run.deterministic = false or env.deadline_seconds = 0.",
+        config.env.memory_gigabytes > 0 and config.env.deadline_seconds == 0,
+        f"env.memory_gigabytes = {config.env.memory_gigabytes:g} limits processes that only a deadline starts. Type "
+        "env.deadline_seconds = 60 and run.deterministic = false, or env.memory_gigabytes = 0.",
     )
     yield from _domain_contradictions(config.env)
     yield from _user_contradictions(config.env)

@@ -18,10 +18,11 @@ from sinkflex import checkpoint
 from sinkflex.config import Config, LearnerConfig
 from sinkflex.envs.own import is_own, own_environment
 from sinkflex.envs.tau2.env import Tau2Env
+from sinkflex.envs.tau2.episode import make_user
 from sinkflex.learner.scorer import Scorer
 from sinkflex.learner.step import Learner
 from sinkflex.lock import free_directory, lock_directory
-from sinkflex.methods.method import Method, build_method
+from sinkflex.methods.method import METHODS, Method, build_method
 from sinkflex.metrics import START, Metrics, open_metrics
 from sinkflex.policy.chat import Chat
 from sinkflex.policy.clerk import ClerkAgent
@@ -33,7 +34,7 @@ from sinkflex.provenance import provenance
 from sinkflex.recipe import dump_config
 from sinkflex.rollout.deadline import Nursery
 from sinkflex.rollout.group import Phase, rollout
-from sinkflex.rollout.remote import RemoteEnv
+from sinkflex.rollout.remote import RemoteEnv, warm_up
 from sinkflex.rollout.scripted import Agent, Dialogue, play
 from sinkflex.scores import summarize
 from sinkflex.seeds import generator, seed_for
@@ -240,8 +241,9 @@ def _open_run(config: Config, directory: Path, method: Method, lock: IO[str]) ->
 
 def open_workers(config: Config) -> Nursery:
     """Return where the environments of the recipe may live; it starts nothing before it is needed."""
-    domain = config.env.domain
-    return Nursery(partial(own_environment if is_own(domain) else Tau2Env, domain))
+    rewarding = METHODS.get(config.method.name, config.method.name) if config.method.reward_seconds else ""
+    warm = partial(warm_up, config.env.domain, rewarding.partition(":")[0])
+    return Nursery(warm, round(config.env.memory_gigabytes * 1e9))
 
 
 def live_env(config: Config, workers: Nursery) -> Tau2Env | RemoteEnv:
@@ -250,8 +252,11 @@ def live_env(config: Config, workers: Nursery) -> Tau2Env | RemoteEnv:
     if not seconds:
         return make_env(config)
     # The environment itself goes to the worker, or its name: neither needs the imports of this file there.
-    how = (own_environment, domain) if is_own(domain) else (copy, make_env(config))
-    return RemoteEnv(workers, seconds, *how)
+    if is_own(domain):
+        return RemoteEnv(workers, seconds, {}, own_environment, domain)
+    env = make_env(config)
+    known = {"domain": domain, "user": "none" if env.solo else make_user(env.user, domain).kind}
+    return RemoteEnv(workers, seconds, known, copy, env)
 
 
 def make_env(config: Config, offline: bool = False) -> Tau2Env:

@@ -7,7 +7,6 @@ tasks ──► environments ──► rollout ──► method ──► learne
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import sys
 import time
@@ -18,12 +17,11 @@ import numpy as np
 import torch
 
 from sinkflex.config import Config, LearnerConfig
-from sinkflex.envs.env import StopReason
 from sinkflex.learner.losses import LossInputs, aggregate
 from sinkflex.learner.rows import rows_of
 from sinkflex.learner.step import Needs
-from sinkflex.methods.hooks import Invalid, RewardParts, Services
-from sinkflex.methods.method import Method
+from sinkflex.methods.hooks import Services
+from sinkflex.rollout.rewards import reward
 from sinkflex.rollout.scripted import encode
 from sinkflex.run import Run, demonstrations, make_learner, open_run
 from sinkflex.seeds import generator
@@ -61,7 +59,7 @@ def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Ru
             draws = run.tasks.draw(config.rollout.groups, run.step)
             task_ids = [draw.task_id for draw in draws]
             groups, facts = run.rollout(task_ids, config.rollout.group_size, "train", config.rollout.temperature)
-            reward(groups, run.method)
+            reward(groups, run.method, run.workers, config.method.reward_seconds)
             run.require_valid(groups, f"step {run.step + 1}")
             rolled_out = time.perf_counter()
             # Score: what was sampled becomes rows with advantages, and with what other models say.
@@ -173,23 +171,6 @@ def validate(run: Run, last: bool) -> tuple[float, dict[str, float]]:
                 values[f"validation/{name}/mean@1"] = extra["mean@1"]
     values["timing/validation_seconds"] = time.perf_counter() - started
     return score["mean@1"], values
-
-
-def reward(groups: Sequence[Group], method: Method) -> None:
-    """Let the method reward the valid episodes, all at once; one that gets no reward becomes invalid."""
-    if type(method).reward is Method.reward:
-        return  # the environment's rewards stay, and no event loop is needed
-    episodes = [t for group in groups for t in group.valid]
-
-    async def ask() -> list[RewardParts | Invalid]:
-        return await asyncio.gather(*map(method.reward, episodes))
-
-    for t, given in zip(episodes, asyncio.run(ask()), strict=True):
-        if isinstance(given, Invalid):
-            t.outcome, t.reward, t.fault = Outcome.INVALID, None, given.cause
-            t.stop_reason = StopReason.REWARD_FAULT
-        else:
-            t.reward, t.reward_parts = given.total, given.parts
 
 
 def with_replays(groups: Sequence[Group], draws: Sequence[Draw]) -> list[Group]:

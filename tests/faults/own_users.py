@@ -35,6 +35,16 @@ class StuckUser(HelpfulUser):
         return super().reset(task, seed)
 
 
+class HungryUser(HelpfulUser):
+    """Eats all the memory there is on the same tasks."""
+
+    def reset(self, task: Any, seed: int) -> UserAction:
+        kept = [b""]
+        while stuck(task.id):
+            kept.append(b"x" * 10_000_000)
+        return super().reset(task, seed)
+
+
 def stuck(task_id: str) -> bool:
-    """True for tasks on which `StuckUser` hangs."""
+    """True for tasks on which `StuckUser` and `HungryUser` break."""
     return "impossible" in task_id or task_id.endswith("_1")

@@ -90,15 +90,26 @@ def test_a_short_outage_is_retried_and_the_rewards_are_those_of_a_clean_run(
     assert [[r.get(name) for name in names] for r in ours] == [[r.get(name) for name in names] for r in theirs]
 
 
-def test_a_call_that_hangs_costs_its_deadline_and_no_other_episode(tmp_path: Path) -> None:
-    options = ("env.deadline_seconds=3", "run.deterministic=false", "rollout.retries=0", "rollout.invalid_limit=0.99")
-    run = train(own(tmp_path / "run", *options, "train.steps=0", user="StuckUser"))
+@pytest.mark.parametrize(
+    ("user", "seconds", "reason", "words"),
+    [
+        ("StuckUser", 3, StopReason.DEADLINE, "own_users.py"),
+        ("HungryUser", 60, StopReason.MEMORY, "more than the 0.5 it may"),
+    ],
+)
+def test_a_call_that_hangs_or_eats_memory_costs_its_limit_and_no_other_episode(
+    user: str, seconds: int, reason: StopReason, words: str, tmp_path: Path
+) -> None:
+    options = ("run.deterministic=false", "rollout.retries=0", "rollout.invalid_limit=0.99", "train.steps=0")
+    limits = (f"env.deadline_seconds={seconds}", "env.memory_gigabytes=0.5")
+    run = train(own(tmp_path / "run", *options, *limits, user=user))
     groups = read_trajectories(tmp_path / "run" / "trajectories" / "validation_0.jsonl.zst")
     assert 0 < sum(stuck(group.task_id) for group in groups) < len(groups)
     for group in groups:
         assert [t.valid for t in group.members] == [not stuck(group.task_id)]
         for t in group.members:
-            assert t.valid or (t.stop_reason is StopReason.DEADLINE and "own_users.py" in str(t.fault))
+            assert t.valid or (t.stop_reason is reason and words in str(t.fault))
+            assert (t.user, t.domain) == ("helpful", "mock")
     assert run.workers._process is None, "nothing is left behind"
 
 

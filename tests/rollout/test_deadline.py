@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,17 @@ from pathlib import Path
 
 import pytest
 
-from sinkflex.rollout.deadline import GRACE_SECONDS, DeadlineExceeded, Nursery, Worker, WorkerDied, WorkerFault
+from sinkflex.rollout import deadline
+from sinkflex.rollout.deadline import (
+    GRACE_SECONDS,
+    DeadlineExceeded,
+    MemoryExceeded,
+    Nursery,
+    Worker,
+    WorkerDied,
+    WorkerFault,
+    group_bytes,
+)
 
 
 class Tools:
@@ -51,6 +62,21 @@ class Tools:
         while True:
             with contextlib.suppress(BaseException):
                 time.sleep(1)
+
+    def eat(self) -> None:
+        """Takes memory without an end, and takes no notice of a lack of it."""
+        self.kept: list[bytes] = []
+        while True:
+            with contextlib.suppress(BaseException):
+                self.kept.append(os.urandom(5_000_000))
+
+    def eat_at_once(self, size: int) -> int:
+        return len(b"x" * size)
+
+    def eat_in_a_program(self) -> None:
+        subprocess.run(
+            [sys.executable, "-c", "import os\nkept = []\nwhile True: kept += [os.urandom(10**6)]"], check=False
+        )
 
     def crash(self) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -160,6 +186,50 @@ def test_a_dead_worker_leaves_its_traceback_and_is_replaced(nursery: Nursery) ->
             nursery.start(Tools).call(method, seconds=30)
         assert nursery.start(Tools).call("count", seconds=9) == 1
         assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("method", ["eat", "eat_in_a_program"])
+def test_a_worker_that_takes_too_much_memory_is_killed_and_others_go_on(method: str) -> None:
+    limit = 300_000_000
+    with Nursery(Tools, memory_bytes=limit) as nursery:
+        worker, other = nursery.start(Tools), nursery.start(Tools)
+        before = processes()
+        with pytest.raises(
+            MemoryExceeded, match=rf"{method} took 0\.\d+ GB of memory, more than the 0\.3 it may"
+        ) as error:
+            worker.call(method, seconds=60)
+        size = float(re.search(r"took ([\d.]+) GB", str(error.value))[1])  # type: ignore[index]
+        assert limit / 1e9 <= size <= 5 * limit / 1e9, "it was let go on for too long"
+        assert other.call("count", seconds=9) == 1
+        until = time.monotonic() + 9  # the nursery kills it
+        while processes() != before - 1 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert processes() == before - 1
+
+
+def test_memory_that_a_short_call_took_is_noticed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "LOOK_SECONDS", 60.0)
+    with Nursery(Tools, memory_bytes=300_000_000) as nursery:
+        worker = nursery.start(Tools)
+        assert worker.call("eat_at_once", 1_000_000, seconds=9) == 1_000_000
+        with pytest.raises(MemoryExceeded, match="eat_at_once took"):
+            worker.call("eat_at_once", 400_000_000, seconds=9)
+
+
+def test_a_limit_below_what_a_worker_starts_with_is_said() -> None:
+    with Nursery(Tools, memory_bytes=1_000_000) as nursery, pytest.raises(MemoryExceeded, match="start took"):
+        nursery.start(Tools)
+
+
+def test_a_machine_that_does_not_tell_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert group_bytes(os.getpgrp()) > 5_000_000
+    monkeypatch.setattr(sys, "platform", "darwin")
+    if shutil.which("ps"):
+        assert group_bytes(os.getpgrp()) > 5_000_000
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match=r"neither\. Type env\.memory_gigabytes = 0"):
+        Nursery(memory_bytes=1)
+    Nursery()
 
 
 def test_an_exception_keeps_its_type_and_the_workers_traceback(nursery: Nursery) -> None:

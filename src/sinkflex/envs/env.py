@@ -37,6 +37,7 @@ class StopReason(StrEnum):
     TOOL_FAULT = "tool_fault"
     REWARD_FAULT = "reward_fault"
     DEADLINE = "deadline"
+    MEMORY = "memory"
 
     @property
     def terminated(self) -> bool:
@@ -75,6 +76,12 @@ class DeadlineFault(EnvironmentFault):
     """A call of the environment took longer than it may."""
 
     stop_reason = StopReason.DEADLINE
+
+
+class MemoryFault(EnvironmentFault):
+    """A call of the environment took more memory than it may."""
+
+    stop_reason = StopReason.MEMORY
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ its own. The nursery is a process without threads that has loaded what the worke
 at once. In a worker, a thread of C that needs no Python lock (`faulthandler`) writes down where a call hangs and ends
 the process at the deadline. When this process dies, however it dies, the nursery ends all workers.
 
+Memory is looked at from outside while a call takes long, and after every call: a worker that has taken more than it may
+is killed with what it started.
+
 Calls may come from any thread. There are no signals, and it works on Linux and macOS. Workers are trusted as far as the
 code that runs in them is: what they send back is unpickled.
 """
@@ -18,6 +21,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import resource
 import shutil
 import signal
 import socket
@@ -34,6 +38,7 @@ from typing import Any, NoReturn
 
 START_SECONDS = 60.0  # for imports of the nursery, and for building a worker's object
 GRACE_SECONDS = 0.5  # after a deadline, before the worker is killed from outside
+LOOK_SECONDS = 0.05  # between two looks at the memory of a worker that is in a call
 _SIZE, _PID = struct.Struct("!Q"), struct.Struct("!i")
 
 
@@ -49,14 +54,28 @@ class WorkerDied(WorkerFault):
     """A worker process ended in the middle of a call: a crash, `os._exit`, or a lack of memory."""
 
 
+class MemoryExceeded(WorkerFault):
+    """A worker, with the processes that it started, took more memory than it may."""
+
+
 class Nursery:
     """Starts workers. A context manager; closing it ends them all.
 
     Args:
         warm: called once in the nursery; what it imports and caches, all workers share. Not for foreign code.
+        memory_bytes: what a worker and the processes that it starts may take, shared pages included; 0 for no limit.
+
+    Raises:
+        ValueError: there is a limit, and this machine does not tell the memory of processes.
     """
 
-    def __init__(self, warm: Callable[[], object] = int) -> None:
+    def __init__(self, warm: Callable[[], object] = int, memory_bytes: int = 0) -> None:
+        if memory_bytes and not group_bytes(os.getpgrp()):
+            raise ValueError(
+                "a memory limit for workers needs /proc or the program ps, and here is neither. Type "
+                "env.memory_gigabytes = 0, or install ps (package procps)."
+            )
+        self.memory_bytes = memory_bytes
         self._warm = warm
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -144,6 +163,7 @@ class Worker:
 
         Raises:
             DeadlineExceeded: it took longer. The text tells where it hung.
+            MemoryExceeded: it took more memory.
             WorkerDied: the process ended.
         """
         return self._ask(("call", method, (arguments, named), seconds), method, time.monotonic() + seconds)
@@ -165,7 +185,8 @@ class Worker:
             _send(self._connection, data, until + GRACE_SECONDS)
         except OSError:
             pass  # it is dead; reading tells how it died
-        returned, value, trace = self._wait(what, until)
+        returned, value, trace, peak = self._wait(what, until)
+        self._check_memory(what, peak)
         if returned:
             return value
         value.add_note(f"In the worker:\n{trace}")
@@ -173,6 +194,8 @@ class Worker:
 
     def _wait(self, what: str, until: float) -> Any:
         try:
+            while self._nursery.memory_bytes and self.pid and not self._answers(until):
+                self._check_memory(what, group_bytes(self.pid))
             return pickle.loads(_receive(self._connection, until + GRACE_SECONDS))
         except (OSError, EOFError):
             late = time.monotonic() >= until
@@ -184,6 +207,37 @@ class Worker:
             kind = DeadlineExceeded if late else WorkerDied
             how = "took longer than its deadline" if late else "ended the worker process"
             raise kind(f"{what} {how}" + (f":\n{last}" if last else "")) from None
+
+    def _answers(self, until: float) -> bool:
+        """Wait a moment; True if the worker says something, or if its time is over."""
+        self._connection.settimeout(LOOK_SECONDS)
+        try:
+            self._connection.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return time.monotonic() >= until
+        return True
+
+    def _check_memory(self, what: str, size: int) -> None:
+        limit = self._nursery.memory_bytes
+        if limit and size > limit:
+            self.close()
+            raise MemoryExceeded(f"{what} took {size / 1e9:.2f} GB of memory, more than the {limit / 1e9:g} it may")
+
+
+def group_bytes(group: int) -> int:
+    """Resident memory of a process group; 0 if the machine does not tell it, or if there is none."""
+    if sys.platform != "linux":
+        try:
+            table = subprocess.run(["ps", "-A", "-o", "pgid=,rss="], capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError):
+            return 0
+        return sum(1024 * int(size) for of, size in map(str.split, table.splitlines()) if int(of) == group)
+    total = 0
+    for number in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has just ended
+            facts = Path("/proc", number, "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+            total += int(facts[21]) * resource.getpagesize() if int(facts[2]) == group else 0
+    return total
 
 
 def nursery() -> NoReturn:
@@ -245,7 +299,7 @@ def _work(connection: socket.socket, folder: Path) -> NoReturn:
                 else:
                     positional, named = arguments
                     value = getattr(target, name)(*positional, **named)
-                reply = pickle.dumps((True, value, ""))
+                reply = pickle.dumps((True, value, "", _peak_bytes()))
             except Exception as error:
                 reply = _failure(error)
             faulthandler.cancel_dump_traceback_later()
@@ -261,11 +315,16 @@ def _work(connection: socket.socket, folder: Path) -> NoReturn:
 def _failure(error: Exception) -> bytes:
     trace = "".join(traceback.format_exception(error))
     try:
-        reply = pickle.dumps((False, error, trace))
+        reply = pickle.dumps((False, error, trace, _peak_bytes()))
         pickle.loads(reply)
         return reply
     except Exception:  # an exception that cannot travel
-        return pickle.dumps((False, WorkerFault(f"{type(error).__name__}: {error}"), trace))
+        return pickle.dumps((False, WorkerFault(f"{type(error).__name__}: {error}"), trace, _peak_bytes()))
+
+
+def _peak_bytes() -> int:
+    """Largest memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _send(connection: socket.socket, data: bytes, until: float | None = None) -> None:

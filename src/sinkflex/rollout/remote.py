@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from sinkflex.envs.env import DeadlineFault, EnvironmentFault
-from sinkflex.rollout.deadline import DeadlineExceeded, Nursery, Worker, WorkerFault
+from sinkflex.envs.env import DeadlineFault, EnvironmentFault, MemoryFault
+from sinkflex.envs.own import is_own, own_environment
+from sinkflex.envs.tau2.env import Tau2Env
+from sinkflex.rollout.deadline import DeadlineExceeded, MemoryExceeded, Nursery, Worker, WorkerFault
+
+_FAULTS: dict[type[WorkerFault], type[EnvironmentFault]] = {
+    DeadlineExceeded: DeadlineFault,
+    MemoryExceeded: MemoryFault,
+}
+
+
+def warm_up(domain: str, module: str) -> None:
+    """Load what workers need: the tasks of a domain, and the module of a method whose rewards they give, if any."""
+    own_environment(domain) if is_own(domain) else Tau2Env(domain)
+    if module:
+        importlib.import_module(module)
 
 
 class RemoteEnv:
@@ -16,11 +31,14 @@ class RemoteEnv:
     Args:
         nursery: starts the worker.
         seconds: deadline of one call.
+        known: what is known of every episode before it begins, "domain" and "user": the info of a worker that dies.
         make, arguments: what makes the environment in the worker.
     """
 
-    def __init__(self, nursery: Nursery, seconds: float, make: Callable[..., Any], *arguments: Any) -> None:
-        self._seconds = seconds
+    def __init__(
+        self, nursery: Nursery, seconds: float, known: Mapping[str, Any], make: Callable[..., Any], *arguments: Any
+    ) -> None:
+        self._seconds, self._known = seconds, known
         self._start = partial(nursery.start, make, *arguments)
         self._worker: Worker | None = None
         for method in ("reset", "step", "truncate"):
@@ -38,6 +56,8 @@ class RemoteEnv:
                 assert method == "reset", "the worker is gone, and its episode with it"
                 self._worker = self._start()
             return self._worker.call(method, *arguments, seconds=self._seconds, **named)
-        except WorkerFault as fault:
+        except WorkerFault as died:
             self.close()
-            raise (DeadlineFault if isinstance(fault, DeadlineExceeded) else EnvironmentFault)(str(fault)) from fault
+            fault = _FAULTS.get(type(died), EnvironmentFault)(str(died))
+            fault.info = dict(self._known)
+            raise fault from died
