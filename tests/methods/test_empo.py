@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,13 @@ def test_agreement_of_scores_with_rewards() -> None:
     assert agreement(rewards[::-1], rewards)["spearman"] == -1.0
     ties = agreement([0.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 1.0])
     assert ties["spearman"] == ties["r2"] == 0.0 and ties["low"] <= 0.0 <= ties["high"]
+
+
+def test_the_control_deals_the_credit_of_each_turn_anew_among_those_who_got_there() -> None:
+    right, wrong = drive(empo(), [None] * LENGTH), drive(empo(patches=0), [WRONG])
+    members = [replace(t, member=i) for i, t in enumerate([right, wrong, right, wrong, wrong, right])]
+    method, control = empo(least_deviation=0.0), empo(least_deviation=0.0, shuffle_advantages=True)
+    plain, dealt = (m.advantages(Group(TASK, members)) for m in (method, control))
+    firsts = [[float(a[0]) for a in of] for of in (plain, dealt)]
+    assert sorted(firsts[0]) == sorted(firsts[1]) and firsts[0] != firsts[1]
+    assert [len(a) for a in plain] == [len(a) for a in dealt]

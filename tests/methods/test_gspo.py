@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from sinkflex.learner.losses import mismatch_weight
 from sinkflex.methods.method import build_method
 from tests.methods.episodes import loss_inputs
 
@@ -70,6 +73,37 @@ def test_a_token_far_off_moves_the_whole_episode_only_by_its_share() -> None:
     assert float(sums["ratio"]) == pytest.approx(unmoved + LENGTHS[2] * torch.tensor(0.1).exp().item())
 
 
-def test_a_correction_is_refused() -> None:
-    with pytest.raises(ValueError, match="correction"):
-        build_method("gspo", {"correction": "token_mask"}, 100)
+@pytest.mark.parametrize("correction", ["token_truncate", "token_mask", "trajectory_mask"])
+def test_a_correction_weighs_tokens_and_the_ratio_is_against_the_learner(correction: str) -> None:
+    rng = torch.Generator().manual_seed(1)
+    policy, behavior, advantages = batch(11, 0.3)
+    proximal = [b + 0.5 * torch.randn(len(b), generator=rng, dtype=torch.float64) for b in behavior]
+    inputs = replace(loss_inputs(policy, behavior, advantages), proximal_logprobs=torch.cat(proximal))
+    options = {"correction": correction, "correction_low": 0.7, "correction_high": 1.4}
+    value, sums = build_method("gspo", {**options, "clip_low": 0.1, "clip_high": 0.1}, 100).loss(inputs)
+    weights, of_weight = mismatch_weight(inputs, correction, 0.7, 1.4)
+    wanted = torch.zeros((), dtype=torch.float64)
+    for p, q, a, w in zip(policy, proximal, A, weights.split(LENGTHS), strict=True):
+        s = ((p - q).sum() / len(p)).exp()
+        wanted = wanted - w.mean() * torch.minimum(s * a, s.clamp(0.9, 1.1) * a) / len(policy)
+    torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(sums["importance_weight"], of_weight["importance_weight"])
+    for got, want in zip(torch.autograd.grad(value, policy), torch.autograd.grad(wanted, policy), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_noise_of_the_engines_clips_episodes_though_their_ratio_is_unbiased_and_a_correction_does_not() -> None:
+    episodes, clipped = 400, {}
+    for tokens in (100, 1000):
+        rng = torch.Generator().manual_seed(tokens)
+        policy = [torch.full((tokens,), -1.0) for _ in range(episodes)]
+        behavior = [p + 0.02 * torch.randn(tokens, generator=rng) for p in policy]
+        inputs = loss_inputs(policy, behavior, [torch.ones(tokens)] * episodes)
+        sums = build_method("gspo", {}, 100).loss(inputs)[1]
+        assert float(sums["ratio"]) / (episodes * tokens) == pytest.approx(1.0, abs=5e-4)
+        clipped[tokens] = float(sums["clipped"]) / (episodes * tokens)
+        corrected = build_method("gspo", {"correction": "token_truncate"}, 100)
+        value, sums = corrected.loss(replace(inputs, proximal_logprobs=inputs.policy_logprobs))
+        assert float(sums["clipped"]) == 0 and float(value) == pytest.approx(-1.0, abs=1e-3)
+    # P(mean of the noise < -4e-4): 0.42 of 100 tokens, 0.26 of 1,000.
+    assert clipped[100] == pytest.approx(0.42, abs=0.06) and clipped[1000] == pytest.approx(0.26, abs=0.06)

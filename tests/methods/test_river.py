@@ -59,6 +59,10 @@ def test_a_group_without_variance_still_learns_not_to_loop() -> None:
     assert not any(a.any() for a in build_method("grpo", {}, 100).advantages(group))
 
 
+def test_an_episode_alone_in_its_group_is_not_trained_on() -> None:
+    assert not any(a.any() for a in build_method("river", {}, 100).advantages(Group("t", [episode([LOOP] * 3, 1.0)])))
+
+
 def test_without_penalty_it_is_grpo_to_the_bit() -> None:
     group = Group("t", [episode([LOOP] * 4, 1.0, 0), episode([LOOP], 0.0, 1), episode([LOOP] * 2, 0.5, 2)])
     pairs = zip(

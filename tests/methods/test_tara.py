@@ -113,3 +113,19 @@ def test_coverage_pays_a_spammer_and_precision_does_not() -> None:
     paid = {weight: [float(coverage(t, weight)[0].mean()) for t in (spam, honest)] for weight in (0.0, 1.0)}
     assert paid[0.0] == [1.0, 1.0]
     assert paid[1.0][1] == 1.0 and paid[1.0][0] < 0.8
+
+
+def test_the_control_deals_the_credit_of_each_turn_anew_among_the_siblings() -> None:
+    calls = gold()
+    members = [episode([turn(1, [c]) for c in calls[:n]], float(n == 3), i, TASK) for i, n in enumerate((3, 2, 1, 1))]
+    for member in members:
+        member.turns.extend([turn(1, text="Bye.")] * (3 - len(member.turns)))
+    group = Group(TASK, members)
+    plain, dealt = (build_method("tara", o, 100).advantages(group) for o in ({}, {"shuffle_advantages": True}))
+    _, place = coverage(members[0])
+    assert place.tolist() == [0, 1, 2], "the first one has every turn"
+    assert any(a.tolist() != b.tolist() for a, b in zip(plain, dealt, strict=True))
+    table = {a[0] for a in plain}
+    assert {a[0] for a in dealt} <= table and dealt[0].dtype == np.float32
+    again = build_method("tara", {"shuffle_advantages": True}, 100).advantages(group)
+    assert [a.tolist() for a in again] == [a.tolist() for a in dealt]

@@ -5,9 +5,12 @@ Shape letters: G siblings, K turns, T sampled tokens of an episode.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from sinkflex.trajectory import Trajectory
+from sinkflex.seeds import generator
+from sinkflex.trajectory import Group, Trajectory
 
 EPSILON = 1e-6
 
@@ -28,3 +31,17 @@ def standardize(values: np.ndarray) -> np.ndarray:
 def spread(trajectory: Trajectory, of_turns: np.ndarray) -> np.ndarray:
     """Return [T] float32: every sampled token of a turn gets the turn's number of `of_turns` [K]."""
     return np.repeat(np.asarray(of_turns), [len(turn.action_ids) for turn in trajectory.turns]).astype(np.float32)
+
+
+def shuffled(group: Group, table: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the numbers [K] of each valid member, those of every turn dealt anew among the members that got there.
+
+    It is the control of methods with credit by turn: what a turn earns has nothing to do with what was done.
+    """
+    dealt = [np.array(of_turns) for of_turns in table]
+    for k in range(max(map(len, dealt), default=0)):
+        there = [of_turns for of_turns in dealt if len(of_turns) > k]
+        values = generator(group.valid[0].seed, "shuffle", k).permutation([of_turns[k] for of_turns in there])
+        for of_turns, value in zip(there, values, strict=True):
+            of_turns[k] = value
+    return dealt

@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import Field
 
 from sinkflex.envs.env import Action, StopReason, ToolCall
-from sinkflex.methods.credit import EPSILON, spread, standardize
+from sinkflex.methods.credit import EPSILON, shuffled, spread, standardize
 from sinkflex.methods.hooks import Decision, Propose, TurnState
 from sinkflex.methods.method import Method
 from sinkflex.methods.options import Options
@@ -83,6 +83,7 @@ class EMPO(Method):
         levels = [self.levels(t) for t in group.valid]
         scores = [np.array(SCORES[self.options.mode])[of_turns] for of_turns in levels]
         table = self.credit(scores, [of_turns == 3 for of_turns in levels])
+        table = shuffled(group, table) if self.options.shuffle_advantages else table
         return [spread(t, of_turns) for t, of_turns in zip(group.valid, table, strict=True)]
 
     def levels(self, trajectory: Trajectory) -> np.ndarray:

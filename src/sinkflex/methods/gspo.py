@@ -7,14 +7,15 @@
 value s_i and a gradient of its own, s_i grad log p_t, so that advantages may differ within an episode.
 
 What we changed: one multi-turn episode is one sequence, and the clip range is 3e-4 / 4e-4 (neither is stated by
-LHMTA-RL). The log ratio is held at 10, as verl does.
+LHMTA-RL). The log ratio is held at 10, as verl does. A correction compares sampler and learner token by token.
 When it fails: a clip range this narrow acts once several updates use one batch; with one, s_i is 1 and GSPO is GRPO
-with the sequence mean. Where few tokens of a long episode move, their ratio drowns in the mean.
+with the sequence mean. Where few tokens of a long episode move, their ratio drowns in the mean. Where sampler and
+learner are two engines, their noise alone leaves this range: a correction takes it out of s_i, which then is against
+the learner's own log-probs, as in the paper.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -40,14 +41,6 @@ class GSPOOptions(Options):
     level: Literal["sequence", "token"] = "sequence"
     """What carries the gradient: the episode's ratio, or each token at the episode's value."""
 
-    def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        yield from super()._contradictions()
-        yield (
-            self.correction != "none",
-            f'method.correction = "{self.correction}" is not defined for a ratio of whole episodes. '
-            'Type method.correction = "none".',
-        )
-
 
 class GSPO(Method):
     """GRPO with the ratio of the whole episode in place of each token's."""
@@ -61,4 +54,7 @@ class GSPO(Method):
         # Against this anchor the log ratio of each token is the episode's, with or without its gradient.
         anchor = inputs.policy_logprobs - log_ratio
         anchor = anchor if self.options.level == "sequence" else anchor.detach()
+        if inputs.proximal_logprobs is not None:  # the correction's weight stays that of each token
+            engines = inputs.proximal_logprobs - inputs.behavior_logprobs
+            inputs = replace(inputs, behavior_logprobs=anchor.detach() - engines)
         return super().loss(replace(inputs, proximal_logprobs=anchor))

@@ -42,7 +42,8 @@ class Options(Section):
     count_zero_groups: bool = False
     """Count trajectories and tokens of groups without reward variance in the denominators of the surrogate."""
     shuffle_advantages: bool = False
-    """Control experiment: shuffle rewards among the members of each group, which must remove all learning."""
+    """Control experiment: shuffle rewards (with credit by turn, each turn's) among the members of each group, which
+    must remove all learning."""
 
     @model_validator(mode="after")
     def _no_dead_options(self) -> Self:

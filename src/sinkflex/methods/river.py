@@ -6,6 +6,7 @@
 J is the Jaccard similarity of two sets. Both must repeat, so that looking again at something that has changed is free.
 The penalty also acts in groups without reward variance, where A_i is 0, and the sum of a group falls below 0: both
 are consequences of adding it after normalization. Such groups count in the loss denominators.
+An episode alone in its group is not trained on: nobody says what the group does otherwise.
 
 What we changed: what J compares is not stated; here it is lower-case words, or 3-grams of characters. Two empty texts
 are equal. The paper's other half, filtering environments whose checker is wrong, is `sinkflex tasks audit` with
@@ -53,7 +54,9 @@ class River(Method):
     options: RiverOptions
 
     def advantages(self, group: Group) -> list[np.ndarray]:
-        """Return for each valid member the advantages of its sampled tokens."""
+        """Return for each valid member the advantages of its sampled tokens; 0 for one that is alone."""
+        if len(group.valid) < 2:
+            return super().advantages(group)
         pairs = zip(group.valid, super().advantages(group), strict=True)
         return [advantages - spread(t, self.penalties(t)) for t, advantages in pairs]
 

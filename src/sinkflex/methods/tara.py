@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field
 
-from sinkflex.methods.credit import spread, standardize
+from sinkflex.methods.credit import shuffled, spread, standardize
 from sinkflex.methods.method import Method
 from sinkflex.methods.options import Options
 from sinkflex.tasks.gold import changes, gold_calls, same_call
@@ -56,7 +56,8 @@ class TARA(Method):
         options = self.options
         covered = [coverage(t, options.precision) for t in group.valid]
         r = np.array([of_member for of_member, _ in covered])
-        table = turn_advantages(r, options.future_weight, options.gamma, options.gate)
+        table = list(turn_advantages(r, options.future_weight, options.gamma, options.gate))
+        table = shuffled(group, table) if options.shuffle_advantages else table
         return [spread(t, row[place]) for t, row, (_, place) in zip(group.valid, table, covered, strict=True)]
 
 
