@@ -16,6 +16,7 @@ from typing import Any
 from sinkflex.checks import attention, credit, gradients, tokens
 from sinkflex.checks.subject import Broken, Subject, open_subject
 from sinkflex.config import Config
+from sinkflex.plain import plain
 
 CHECKS: dict[str, Callable[[Subject], str]] = {
     "template increments": tokens.template,
@@ -55,7 +56,7 @@ def report(config: Config, as_json: bool) -> int:
     for record in check(config):
         records.append(record)
         if not as_json:
-            print(line(record), flush=True)
+            print(plain(line(record)), flush=True)
     failed = sum(record["result"] == "FAIL" for record in records)
     print(json.dumps(records) if as_json else f"{failed} of {len(records)} checks fail", flush=True)
     return int(failed > 0)

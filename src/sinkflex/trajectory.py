@@ -228,8 +228,9 @@ def write_trajectories(path: Path, groups: Sequence[Group]) -> None:
         for i, group in enumerate(groups)
         for t in group.members
     )
+    data = lines.encode("utf-8", "backslashreplace")  # half a surrogate pair, as JSON writes it
     draft = path.with_name(f".{path.name}")
-    draft.write_bytes(zstandard.ZstdCompressor(level=3, write_checksum=True).compress(lines.encode()))
+    draft.write_bytes(zstandard.ZstdCompressor(level=3, write_checksum=True).compress(data))
     draft.rename(path)
 
 

@@ -15,6 +15,8 @@ from sinkflex.envs.env import Action, Message, StopReason
 from sinkflex.metrics import open_metrics
 from sinkflex.plain import plain
 from sinkflex.policy.model import load_policy
+from sinkflex.report.score import score_text
+from sinkflex.scores import summarize
 from sinkflex.trajectory import Group, Outcome, Trajectory, Turn, read_trajectories, write_trajectories
 from tests.policy.tiny_policy import TOOLS, tiny_policy
 
@@ -27,6 +29,8 @@ HOSTILE = (
     "%s %(levelname)s {} {0.__class__} ${HOME} $(id) `id`",
     "{{ 7 * 7 }} {% for x in ().__class__.__base__.__subclasses__() %}{% endfor %}",
     "\u202egnitirw desrever\u2066",
+    "<script>alert(1)</script> <img src=x onerror='alert(1)'> &lt; \"quoted\"",
+    ":warning: [@click=app.quit]x[/] \\[red]",
     "half a pair \ud83d of surrogates",
     "two\nlines\ttab",
 )
@@ -67,24 +71,39 @@ def test_results_and_errors_of_a_command_are_printed_as_they_are(text: str, caps
 
 
 def test_trajectories_hold_it_as_data(tmp_path: Path) -> None:
-    sound = [text for text in HOSTILE if text.isprintable() or "\ud83d" not in text]
     turns = [
         Turn([1], [2], [-0.5], 0, Action(text=text), observation=(Message("tool", text, tool_call_id="a"),))
-        for text in sound
+        for text in HOSTILE
     ]
-    episode = Trajectory(sound[0], 0, turns, Outcome.INVALID, StopReason.USER_FAULT, None, fault=sound[1])
-    write_trajectories(tmp_path / "t.jsonl.zst", [Group(sound[0], [episode])])
-    assert read_trajectories(tmp_path / "t.jsonl.zst") == [Group(sound[0], [episode])]
+    for text in HOSTILE:
+        episode = Trajectory(text, 0, turns, Outcome.INVALID, StopReason.USER_FAULT, None, fault=text)
+        write_trajectories(tmp_path / "t.jsonl.zst", [Group(text, [episode])])
+        assert read_trajectories(tmp_path / "t.jsonl.zst") == [Group(text, [episode])]
 
 
-@pytest.mark.parametrize("text", [text for text in HOSTILE if "\ud83d" not in text])
+@pytest.mark.parametrize("text", HOSTILE)
+def test_the_text_of_a_score_shows_it_as_it_is(text: str) -> None:
+    groups = [
+        Group(text, [Trajectory(text, 0, [], Outcome.SOLVED, StopReason.USER_STOP, 1.0, {text: 1.0}, text)]),
+        Group(
+            "b",
+            [Trajectory("b", 0, [], Outcome.INVALID, StopReason.USER_FAULT, None, fault=text, tags={"family": text})],
+        ),
+    ]
+    score = {**summarize(groups), "policy": text, "suite": text, "split": "test", "temperature": 0.0, "about": text}
+    score |= {"floors": {text: 0.0}, "per_task": [{"task": text, "mean@1": 1.0}], "wilson": [0.0, 1.0]}
+    shown = plain(score_text(score))
+    assert shown.count(plain(text).splitlines()[0].expandtabs()) >= 5
+
+
+@pytest.mark.parametrize("text", HOSTILE)
 def test_a_chat_template_renders_it_and_does_not_run_it(text: str) -> None:
     from sinkflex.policy.chat import Chat
 
     policy = tiny_policy()
     chat = Chat(policy.tokenizer, "", TOOLS)
     ids = chat.start([Message("user", text)])
-    assert text.strip() in str(policy.tokenizer.decode(ids))
+    assert text.strip().replace("\ud83d", "\ufffd") in str(policy.tokenizer.decode(ids))
 
 
 def test_a_model_folder_with_code_of_its_own_is_refused_unless_trusted(tmp_path: Path) -> None:

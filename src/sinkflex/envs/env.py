@@ -12,10 +12,13 @@ Example: the agent asks for something and the user answers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 class StopReason(StrEnum):
@@ -115,7 +118,8 @@ class Message:
 
     Attributes:
         role: "system", "user", "assistant" or "tool".
-        content: the text; for a tool message the tool's result.
+        content: the text; for a tool message the tool's result. Half a surrogate pair, which JSON from a server can
+            hold and no tokenizer takes, becomes U+FFFD.
         tool_calls: calls made by an assistant message.
         tool_call_id: on a tool message, the id of the call it answers.
         error: a tool message that reports an error, or the answer to an action that could not be parsed.
@@ -126,3 +130,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     error: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.content.isascii():
+            object.__setattr__(self, "content", _HALF_PAIR.sub("\ufffd", self.content))

@@ -162,7 +162,9 @@ def _message(actor: str, message: Message, position: int) -> dict[str, Any]:
 
 def _tau2(groups: Sequence[Group], path: Path) -> tuple[bytes, int]:
     results = tau2_results(groups, str(path))
-    return json.dumps(results, ensure_ascii=False, indent=1).encode(), len(results["simulations"])
+    return json.dumps(results, ensure_ascii=False, indent=1).encode("utf-8", "backslashreplace"), len(
+        results["simulations"]
+    )
 
 
 def _parquet(groups: Sequence[Group], path: Path) -> tuple[bytes, int]:

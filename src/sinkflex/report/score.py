@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 _TABLES = {"by_family": "family", "by_part": "part of the reward", "by_stop_reason": "stop reason"}
 
@@ -69,7 +70,7 @@ def _comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     table = Table(*rows[0], box=None, header_style="", pad_edge=False)
     for row in rows:
-        table.add_row(*(_range(value) if isinstance(value, list) else _number(value) for value in row.values()))
+        table.add_row(*(Text(_range(value) if isinstance(value, list) else _number(value)) for value in row.values()))
     text = io.StringIO()
     Console(file=text, width=10_000).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
