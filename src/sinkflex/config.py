@@ -234,6 +234,8 @@ class RolloutConfig(Section):
     """Tokens the policy may sample in one turn."""
     max_tokens: Count = 1536
     """Tokens of a whole episode, prompt included; beyond it the episode is truncated."""
+    draft_tokens: CountOrZero = 24
+    """Longest guess of what a turn says next, checked in one pass; it changes speed, not what is sampled. 0: none."""
     retries: CountOrZero = 2
     """Further attempts at an episode that a fault ended, each from its start with the same seeds."""
     invalid_limit: Fraction = 0.5

@@ -156,6 +156,7 @@ class Run:
                 "updates": self.learner.updates,
                 "tasks": self.tasks.state_dict(),
                 "method": self.method.state_dict(),
+                "drafts": self.sampler.drafts.state_dict(),
                 "metrics": self.metrics.state_dict(),
                 "unlogged": self.unlogged,
             },
@@ -173,6 +174,8 @@ class Run:
         self.learner.updates = state["updates"]
         self.tasks.load_state_dict(state["tasks"])
         self.method.load_state_dict(state["method"])
+        if "drafts" in state:  # not in checkpoints of earlier versions
+            self.sampler.drafts.load_state_dict(state["drafts"])
         self.unlogged = state.get("unlogged")
         self.step = self.saved_step = saved.step
 
@@ -311,6 +314,7 @@ def make_sampler(config: Config, policy: Policy, chat: Chat) -> Sampler:
         slots=rollouts.slots,
         max_tokens=rollouts.max_tokens,
         max_turn_tokens=rollouts.max_turn_tokens,
+        draft_tokens=rollouts.draft_tokens,
     )
 
 
@@ -377,3 +381,4 @@ def set_up_torch(config: Config) -> None:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     torch.use_deterministic_algorithms(config.run.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over every new tensor

@@ -10,19 +10,37 @@ from sinkflex.envs.env import Action, StopReason
 from sinkflex.learner.logprobs import node_logprobs
 from sinkflex.learner.packing import forest
 from sinkflex.learner.rows import cut
+from sinkflex.policy.drafts import Drafts
 from sinkflex.policy.sampler import Sampler, Stream
+from sinkflex.policy.slots import Segment, SlotCache
 from sinkflex.trajectory import Outcome, Trajectory, Turn
 from tests.policy.tiny_policy import tiny_policy
 
 
 def sample(
-    prompts: Sequence[list[int]], turns: Sequence[int], *, slots: int, temperature: float = 1.0, prefill: int = 512
+    prompts: Sequence[list[int]],
+    turns: Sequence[int],
+    *,
+    slots: int,
+    temperature: float = 1.0,
+    prefill: int = 512,
+    draft: int = 24,
 ) -> tuple[list[Trajectory], Sampler]:
     """Sample conversations whose user says a few fixed ids between turns."""
-    model = tiny_policy().model
     sampler = Sampler(
-        model, [1], slots=slots, max_tokens=400, max_turn_tokens=9, temperature=temperature, prefill_tokens=prefill
+        tiny_policy().model,
+        [1],
+        slots=slots,
+        max_tokens=400,
+        max_turn_tokens=9,
+        temperature=temperature,
+        prefill_tokens=prefill,
+        draft_tokens=draft,
     )
+    return talk(sampler, prompts, turns), sampler
+
+
+def talk(sampler: Sampler, prompts: Sequence[list[int]], turns: Sequence[int]) -> list[Trajectory]:
     records = [Trajectory(f"t{i}", 0, [], Outcome.FAILED, StopReason.USER_STOP, 0.0) for i in range(len(prompts))]
     waiting, running = list(enumerate(prompts)), {}
     while waiting or running:
@@ -41,7 +59,7 @@ def sample(
                 reply = np.random.default_rng([number, len(trajectory.turns)]).integers(2, 300, 1 + number % 5).tolist()
                 running[stream] = (number, reply)
                 sampler.extend(stream, reply)
-    return records, sampler
+    return records
 
 
 def prompts(count: int, shared: int = 20) -> list[list[int]]:
@@ -131,7 +149,7 @@ def test_sampling_follows_the_models_distribution() -> None:
 def test_siblings_with_one_history_prefill_it_once() -> None:
     model = tiny_policy().model
     sampler = Sampler(model, [1], slots=6, max_tokens=200, max_turn_tokens=5, temperature=0.0)
-    prompt, reply = prompts(1)[0], list(range(5, 30))
+    prompt, reply = prompts(1)[0], list(range(5, 105))
     streams = [sampler.open(prompt, np.random.default_rng(0)) for _ in range(6)]
     turns: dict[int, list[list[int]]] = {id(s): [] for s in streams}
     logprobs: dict[int, list[float]] = {id(s): [] for s in streams}
@@ -143,7 +161,7 @@ def test_siblings_with_one_history_prefill_it_once() -> None:
                 sampler.extend(done.stream, reply)
     assert len({str(t) for t in turns.values()}) == 1, "greedy siblings agree"
     # The first sibling prefills prompt and reply; each other one recomputes a single token of both.
-    assert sampler.prefilled == len(prompt) + len(reply) + 1 + 5
+    assert sampler.prefilled == len(prompt) + len(reply) + 1 + 2 * 5
     first, *others = logprobs.values()
     assert max(abs(a - b) for other in others for a, b in zip(first, other, strict=True)) < 1e-4
 
@@ -200,3 +218,112 @@ def test_a_conversation_that_is_rewritten_may_sample_more_than_it_holds() -> Non
             sampler.restart(stream, prompt)
     assert sum(map(len, turns)) > sampler.max_tokens
     assert len(set(turns)) == len(turns), "every turn has numbers of its own"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_drafts_change_how_many_passes_are_made_and_not_what_is_sampled(temperature: float) -> None:
+    # At a low temperature the policy repeats itself; at a high one nearly all drafts are wrong.
+    turns = [4, 1, 3, 6, 2, 5, 1, 3, 2]
+    plain, one_by_one = sample(prompts(9), turns, slots=4, temperature=temperature, draft=0)
+    drafted, sampler = sample(prompts(9), turns, slots=4, temperature=temperature)
+    assert one_by_one.rejected == 0 < sampler.rejected
+    assert [t.action_ids for x in plain for t in x.turns] == [t.action_ids for x in drafted for t in x.turns]
+    pairs = [
+        (a, b)
+        for x, y in zip(plain, drafted, strict=True)
+        for s, t in zip(x.turns, y.turns, strict=True)
+        for a, b in zip(s.behavior_logprobs, t.behavior_logprobs, strict=True)
+    ]
+    assert max(abs(a - b) for a, b in pairs) < 1e-4
+    assert learner_gap(drafted, temperature or 1.0) < 1e-4
+
+
+def test_what_was_said_before_is_checked_in_few_passes() -> None:
+    _, sampler = sample(prompts(4), [3] * 4, slots=4, temperature=0.0)
+    before = sampler.ticks
+    sampler.clear()
+    again = talk(sampler, prompts(4), [3] * 4)
+    tokens = sum(t.sampled_tokens for t in again)
+    assert sampler.ticks - before <= 3 + 3 < tokens / 4, "a pass a turn, and waiting for siblings' prompts"
+
+
+def test_a_draft_never_goes_beyond_a_turn_or_a_conversation() -> None:
+    model = tiny_policy().model
+    sampler = Sampler(model, [], slots=1, max_tokens=12, max_turn_tokens=4, temperature=0.0)
+    for _ in range(3):
+        stream, done = sampler.open(list(range(2, 9)), np.random.default_rng(0)), []
+        while not done:
+            done = sampler.tick()
+        assert (done[0].finish, len(done[0].ids), stream.tokens) == ("length", 4, 11)
+        sampler.extend(stream, [])
+        done = []
+        while not done:
+            done = sampler.tick()
+        assert (done[0].finish, len(done[0].ids), stream.tokens) == ("length", 1, 12)
+        sampler.close(stream)
+
+
+def test_drafts_that_are_saved_and_loaded_propose_the_same() -> None:
+    first, second = Drafts(8), Drafts(8)
+    first.learn([3, 4, 5, 6, 7, 8, 9], 1)
+    first.judge([2, 2, 4], 2)
+    assert first.propose([3, 4], 8, ()) == ([5, 6, 7, 8, 9], [2, 2, 4, 4, 4])
+    assert first.propose([3, 4], 3, ())[0] == [5, 6, 7]
+    assert first.propose([3, 4], 8, (7,))[0] == [5, 6], "nothing is sampled after the end of a turn"
+    assert first.propose([4], 8, ())[0] == [], "too little to go by"
+    second.load_state_dict(first.state_dict())
+    assert second.propose([3, 4], 8, ()) == first.propose([3, 4], 8, ())
+    assert (second.tried, second.right) == ({16: 0, 8: 0, 4: 1, 2: 2}, {16: 0, 8: 0, 4: 0, 2: 2})
+
+
+def test_contexts_that_guess_wrong_are_asked_no_more() -> None:
+    drafts = Drafts(4)
+    drafts.learn([3, 4, 5], 1)
+    for _ in range(5):
+        assert drafts.propose([3, 4], 4, ())[0] in ([5], [])
+        drafts.judge([2], 0)
+    assert drafts.propose([3, 4], 4, ())[0] == []
+
+
+def test_drafts_remember_the_latest_and_forget_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinkflex.policy.drafts.REMEMBERED", 2)
+    drafts = Drafts(1)
+    drafts.learn([3, 4, 5], 2)
+    drafts.learn([3, 4, 6], 2)
+    assert drafts.propose([3, 4], 1, ())[0] == [6]
+    drafts.learn([7, 8, 9], 2)
+    drafts.learn([10, 11, 12], 2)
+    assert drafts.propose([3, 4], 1, ())[0] == []
+    assert drafts.propose([7, 8], 1, ())[0] == [9]
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("sinks", [True, False])
+def test_slots_attend_as_the_definition_says_one_by_one_and_side_by_side(window: int | None, sinks: bool) -> None:
+    segments = [Segment(2, 10, 0, 3), Segment(0, 0, 3, 6), Segment(3, 30, 9, 1), Segment(1, 61, 10, 3)]
+    generator = torch.Generator().manual_seed(0)
+    cache = SlotCache(1, 2, 8, 4, 64, torch.device("cpu"), torch.float32)
+    cache.keys[0].normal_(generator=generator)
+    cache.values[0].normal_(generator=generator)
+    q, k, v = (torch.randn(1, heads, 13, 8, generator=generator) for heads in (4, 2, 2))
+    sink = torch.randn(4, generator=generator) if sinks else None
+    cache.begin(segments)
+    found = cache.attend(0, q, k, v, sink, 0.3, window)[0].double()
+    assert torch.equal(cache.keys[0][1, :, 63], k[0, :, 12]), "new keys are stored"
+    expected = torch.zeros(13, 4, 8, dtype=torch.float64)
+    for s in segments:
+        for token in range(s.tokens):
+            at = s.start + token
+            low = 0 if window is None else max(0, at - window + 1)
+            for head in range(4):
+                keys, values = (x[0][s.slot, head // 2, low : at + 1].double() for x in (cache.keys, cache.values))
+                scores = keys @ q[0, head, s.offset + token].double() * 0.3
+                weights = torch.cat([scores, sink[head : head + 1].double()] if sink is not None else [scores]).softmax(
+                    0
+                )
+                expected[s.offset + token, head] = weights[: len(scores)] @ values
+    assert torch.allclose(found, expected, atol=1e-6)
+    out, lse = cache._side_by_side(q[0], cache.keys[0], cache.values[0], 0.3, window)
+    if sink is not None:
+        out = out * torch.sigmoid(lse - sink)[..., None]
+    assert torch.allclose(out.double(), expected, atol=1e-6)

@@ -9,6 +9,7 @@ whole new prompt, and the trajectory becomes several rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -64,6 +65,8 @@ class Chat:
         self.template = Template(tokenizer, system, tools, tool_format)
         self.stop_ids = tuple(self._encode(stop)[0] for stop in self.template.stops)
         self._extensions: dict[tuple[Any, ...], list[int]] = {}
+        # Siblings begin alike.
+        self._openings = lru_cache(maxsize=256)(lambda m: self._encode(self.template.render(m, generation=True)))
         self._append_only = APPEND_ONLY in self.template.source
         if self._append_only:
             for k in (1, 3, 5):
@@ -76,7 +79,9 @@ class Chat:
 
     def start(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the whole prompt up to and including the generation prompt."""
-        return self._encode(self.template.render(messages, generation=True))
+        if any(message.tool_calls for message in messages):  # their arguments have no hash
+            return self._encode(self.template.render(messages, generation=True))
+        return list(self._openings(tuple(messages)))
 
     def extend(self, history: Sequence[Message], reply: tuple[Message, ...], finish: str) -> tuple[list[int], bool]:
         """Return the ids that follow the last sampled id, and whether they are a whole new prompt (a fork).

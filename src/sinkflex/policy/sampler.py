@@ -1,9 +1,9 @@
 """Continuous batched sampling for many conversations that keep their key-value cache across turns.
 
-Each conversation is a `Stream`. A tick is one forward pass that decodes one token for every sampling stream and, in
-the same pass, prefills new prompt tokens, so no stream waits for another. A new prompt copies the longest prefix that
-any slot has cached; a conversation whose whole history a sibling has cached copies that. What is in a tick depends only
-on the order of calls, never on time, so equal calls give equal bits.
+Each conversation is a `Stream`. A tick is one forward pass that takes from every stream what it has not computed yet:
+new prompt ids, the last sampled id, and a draft of what may follow, so no stream waits for another. A new prompt copies
+the longest prefix that any slot has cached; a conversation whose whole history a sibling has cached copies that. What
+is in a tick depends only on the order of calls, never on time, so equal calls give equal bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sinkflex.policy.slots import LENGTH_BUCKET, SlotCache, Tick
+from sinkflex.policy.drafts import CONTEXTS, Drafts
+from sinkflex.policy.slots import Segment, SlotCache
+
+WORTH_WAITING = 64  # ids that a sibling computes now and that are copied in the next tick
+TICK_TOKENS = 8192  # ids of one forward pass; a stream that comes after them waits, so that memory is bounded
 
 
 @dataclass(slots=True, eq=False)
@@ -24,11 +28,12 @@ class Stream:
     """One conversation in the sampler.
 
     Attributes:
-        slot: its place in the cache (may change between ticks).
-        cached: ids whose keys and values are stored.
-        pending: ids to be prefilled before the next id is sampled.
-        ids, logprobs: what the current turn has sampled so far.
+        slot: its place in the cache.
         draws: gives one number in [0, 1) for each id this conversation samples.
+        pending: ids to be prefilled before the next id is sampled.
+        cached: ids whose keys and values are stored.
+        ids, logprobs: what the current turn has sampled so far.
+        ahead: numbers that were drawn for ids that are still to come.
     """
 
     slot: int
@@ -37,12 +42,38 @@ class Stream:
     cached: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    ahead: list[float] = field(default_factory=list)
     sampling: bool = True
 
     @property
     def tokens(self) -> int:
         """Ids in the conversation so far."""
         return len(self.cached) + len(self.pending)
+
+    def numbers(self, count: int) -> list[float]:
+        """Return the numbers for the next ids, which stay those of these ids until they are sampled."""
+        if len(self.ahead) < count:
+            self.ahead += self.draws.random(count - len(self.ahead)).tolist()
+        return self.ahead[:count]
+
+
+@dataclass(slots=True)
+class Share:
+    """What a tick computes for one stream: so many of its pending ids, and a draft of what follows the last of them.
+
+    Attributes:
+        sizes: lengths of the contexts that the draft came from.
+    """
+
+    stream: Stream
+    taken: int
+    draft: list[int]
+    sizes: list[int]
+
+    @property
+    def samples(self) -> bool:
+        """Whether the stream's next id comes out of this tick."""
+        return not self.stream.pending
 
 
 @dataclass(slots=True)
@@ -66,6 +97,13 @@ class Sampler:
         max_turn_tokens: limit of one turn in tokens.
         temperature: 0 is greedy (log-probs are then those at temperature 1).
         prefill_tokens: most prompt tokens of one conversation taken into one tick.
+        draft_tokens: most ids that are drafted for one conversation in one tick; 0 samples one id a tick.
+
+    Attributes:
+        drafts: what drafts come from; it outlives the weights.
+        ticks: forward passes so far.
+        prefilled, copied: prompt ids that were computed, and that were copied instead.
+        sampled, rejected: ids of turns, and drafted ids that were not sampled.
     """
 
     def __init__(
@@ -78,6 +116,7 @@ class Sampler:
         max_turn_tokens: int,
         temperature: float = 1.0,
         prefill_tokens: int = 512,
+        draft_tokens: int = 24,
     ) -> None:
         shape = model.config
         parameter = next(model.parameters())
@@ -87,9 +126,10 @@ class Sampler:
         self.max_tokens = max_tokens
         self.max_turn_tokens = max_turn_tokens
         self.temperature = temperature
-        self.ticks = self.prefilled = self.copied = self.decoded = 0
+        self.ticks = self.prefilled = self.copied = self.sampled = self.rejected = 0
         self._stop = frozenset(stop_ids)
         self._prefill_tokens = prefill_tokens
+        self.drafts = Drafts(draft_tokens)
         self._slots: list[Stream | None] = [None] * slots
         self._cached: list[list[int]] = [[] for _ in range(slots)]
         self._whole: dict[tuple[int, ...], int] = {}
@@ -144,46 +184,49 @@ class Sampler:
 
     @torch.inference_mode()
     def tick(self) -> list[Sampled]:
-        """Run one forward pass and return the turns that ended in it, decoding streams first, in slot order."""
-        self._compact()
-        decode, prefill = self._choose()
-        if not decode and not prefill:
+        """Run one forward pass and return the turns that ended in it, in slot order."""
+        shares = self._choose()
+        if not shares:
             return []
-        tick, ids, last = self._lay_out(decode, prefill)
-        self._cache.begin(tick)
+        ids, segments, wanted = self._lay_out(shares)
+        self._cache.begin(segments)
         logits = self.model(
             input_ids=torch.tensor([ids], device=self.device),
-            position_ids=tick.position[None],
+            position_ids=self._cache.position[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(last, device=self.device),
+            logits_to_keep=torch.tensor(wanted or [0], device=self.device),
             slots=self._cache,
         ).logits[0]
         self.ticks += 1
-        self.decoded += len(decode)
-        self.prefilled += len(ids) - len(decode)
-        ready = decode + [stream for stream, taken in prefill if not stream.pending]
-        keep = list(range(len(decode))) + [
-            len(decode) + i for i, (stream, _) in enumerate(prefill) if not stream.pending
-        ]
-        return self._sample(ready, logits[keep].float())
+        return self._sample([share for share in shares if share.samples], logits.float()) if wanted else []
 
-    def _choose(self) -> tuple[list[Stream], list[tuple[Stream, int]]]:
-        """Pick the streams that decode, and those that prefill with how many ids."""
-        decode, prefill, begun = [], [], set()
+    def _choose(self) -> list[Share]:
+        """Pick the streams that compute, with how many ids."""
+        shares: list[Share] = []
+        begun: set[tuple[int, ...]] = set()
+        found: dict[tuple[int, ...], tuple[int, int]] = {}
+        tokens = 0
         for stream in self._slots:
-            if stream is None or not stream.sampling:
+            if stream is None or not stream.sampling or tokens >= TICK_TOKENS:
                 continue
             if stream.cached and len(stream.pending) > 1:
                 whole = (*stream.cached, *stream.pending)
-                if whole in begun:
+                if whole in begun and len(stream.pending) >= WORTH_WAITING:
                     continue  # a sibling with the same history prefills it now; copy from it in the next tick
                 self._copy_whole(stream, whole)
                 begun.add(whole)
-            if stream.cached and len(stream.pending) == 1:
-                decode.append(stream)
-            elif stream.cached or self._reuse(stream, [s for s, _ in prefill]):
-                prefill.append((stream, min(len(stream.pending), self._prefill_tokens)))
-        return decode, prefill
+            if not stream.cached and not self._reuse(stream, [share.stream for share in shares], found):
+                continue
+            taken = min(len(stream.pending), self._prefill_tokens)
+            draft, sizes = self._draft(stream) if taken == len(stream.pending) else ([], [])
+            shares.append(Share(stream, taken, draft, sizes))
+            tokens += taken + len(draft)
+        return shares
+
+    def _draft(self, stream: Stream) -> tuple[list[int], list[int]]:
+        """Guess ids after the pending ones, no more than the turn and the conversation can hold."""
+        limit = min(self.max_turn_tokens - len(stream.ids), self.max_tokens - stream.tokens) - 1
+        return self.drafts.propose(stream.cached[-CONTEXTS[0] :] + stream.pending[-CONTEXTS[0] :], limit, self._stop)
 
     def _copy_whole(self, stream: Stream, whole: tuple[int, ...]) -> None:
         """Copy the pending ids' keys and values, all but the last one's, from a slot that holds this very history."""
@@ -195,83 +238,88 @@ class Sampler:
         stream.cached += stream.pending[:-1]
         stream.pending = stream.pending[-1:]
 
-    def _reuse(self, stream: Stream, batch: list[Stream]) -> bool:
-        """Copy the longest cached prefix into a new stream; False: wait, a longer one is being prefilled now."""
-        prompt = np.asarray(stream.pending)
-        usable = len(prompt) - 1
-        best, source = 0, -1
-        for slot, cached in enumerate(self._cached):
-            match = min(_common_prefix(prompt, cached), usable)
-            if match > best:
-                best, source = match, slot
+    def _reuse(self, stream: Stream, batch: list[Stream], found: dict[tuple[int, ...], tuple[int, int]]) -> bool:
+        """Copy the longest cached prefix into a new stream; False: wait, a longer one is being prefilled now.
+
+        `found` keeps what was found for equal prompts in this tick.
+        """
+        prompt, usable = stream.pending, len(stream.pending) - 1
+        key = tuple(prompt)
+        if key not in found:
+            lengths = [min(common_prefix(prompt, cached), usable) for cached in self._cached]
+            best = max(lengths)
+            found[key] = (best, lengths.index(best))
+        best, source = found[key]
         for other in batch:
-            if min(_common_prefix(prompt, other.cached + other.pending), usable) > best:
+            if min(common_prefix(prompt, other.cached + other.pending), usable) > best:
                 return False
         if best:
             if source != stream.slot:
                 self._cache.copy(source, stream.slot, best)
-            stream.cached, stream.pending = stream.pending[:best], stream.pending[best:]
+            stream.cached, stream.pending = prompt[:best], prompt[best:]
             self._cached[stream.slot] = stream.cached
             self.copied += best
         return True
 
-    def _lay_out(self, decode: list[Stream], prefill: list[tuple[Stream, int]]) -> tuple[Tick, list[int], list[int]]:
-        ids, slot, position, rows, last = [], [], [], [], []
-        for stream, taken in [(s, 1) for s in decode] + prefill:
-            start = len(stream.cached)
-            new = stream.pending[:taken]
-            if len(last) >= len(decode):
-                rows.append((len(ids), taken))
-            ids += new
-            slot += [stream.slot] * taken
-            position += range(start, start + taken)
-            last.append(len(ids) - 1)
-            stream.cached += new
+    def _lay_out(self, shares: list[Share]) -> tuple[list[int], list[Segment], list[int]]:
+        """Return the ids of the pass, where each share of them lives, and the places whose logits are wanted."""
+        ids: list[int] = []
+        segments, wanted = [], []
+        for share in shares:
+            stream, taken = share.stream, share.taken
+            segments.append(Segment(stream.slot, len(stream.cached), len(ids), taken + len(share.draft)))
+            ids += stream.pending[:taken]
+            stream.cached += stream.pending[:taken]
             stream.pending = stream.pending[taken:]
             self._cached[stream.slot] = stream.cached
-            if taken > 1 and not stream.pending:
-                self._whole[tuple(stream.cached)] = stream.slot
-        span = max(slot) + 1
-        length = -(-(max(position) + 1) // LENGTH_BUCKET) * LENGTH_BUCKET
-        place = torch.tensor([slot, position], device=self.device)
-        tick = Tick(place[0], place[1], len(decode), rows, span, min(length, self._cache.capacity))
-        return tick, ids, last
+            self.prefilled += taken - bool(stream.ids)
+            if share.samples:
+                wanted += range(len(ids) - 1, len(ids) + len(share.draft))
+                if taken > 1:
+                    self._whole[tuple(stream.cached)] = stream.slot
+            ids += share.draft
+        return ids, segments, wanted
 
-    def _sample(self, streams: list[Stream], logits: Tensor) -> list[Sampled]:
-        if not streams:
-            return []
-        logprobs = torch.log_softmax(logits / (self.temperature or 1.0), dim=-1)
+    def _sample(self, shares: list[Share], logits: Tensor) -> list[Sampled]:
+        """Draw an id after each wanted place, and keep those whose ids before them were drafted rightly."""
+        if self.temperature not in (0, 1):
+            logits = logits / self.temperature
+        logprobs = torch.log_softmax(logits, dim=-1)
         if self.temperature == 0:
             chosen = logits.argmax(-1)
         else:
-            uniform = torch.tensor([s.draws.random() for s in streams], dtype=torch.float64, device=self.device)
-            # Whole numbers add up to the same in any order, so that CUDA has a deterministic cumsum for them.
-            cumulative = (logprobs.double().exp() * 2.0**50).long().cumsum(-1)
-            target = (uniform[:, None] * cumulative[:, -1:]).long()
-            chosen = (cumulative <= target).sum(-1).clamp(max=logits.shape[-1] - 1)
-        picked = logprobs.gather(-1, chosen[:, None])[:, 0]
-        done = []
-        for stream, token, logprob in zip(streams, chosen.tolist(), picked.tolist(), strict=True):
-            stream.ids.append(token)
-            stream.logprobs.append(logprob)
-            stream.pending = [token]
+            numbers = [number for share in shares for number in share.stream.numbers(1 + len(share.draft))]
+            uniform = torch.tensor(numbers, dtype=torch.float64, device=self.device)[:, None]
+            # Whole numbers add up to the same in any order, so that CUDA has a deterministic cumsum for them. A float32
+            # times a power of two is exact, and its 24 bits are all before the point or too few to matter.
+            cumulative = (logprobs.exp() * 2.0**50).long().cumsum(-1)
+            target = (uniform * cumulative[:, -1:]).long()
+            chosen = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+        drawn, picked = chosen.tolist(), logprobs.gather(-1, chosen[:, None])[:, 0].tolist()
+        done, start = [], 0
+        for share in shares:
+            stream, draft = share.stream, share.draft
+            right = 0
+            while right < len(draft) and drawn[start + right] == draft[right]:
+                right += 1
+            sampled = drawn[start : start + right + 1]
+            stream.ids += sampled
+            stream.logprobs += picked[start : start + right + 1]
+            stream.ahead = stream.ahead[right + 1 :]
+            stream.cached += draft[:right]
+            stream.pending = sampled[-1:]
+            start += 1 + len(draft)
+            self.sampled += len(sampled)
+            self.rejected += len(draft) - right
+            self.drafts.judge(share.sizes, right)
             full = len(stream.ids) >= self.max_turn_tokens or stream.tokens >= self.max_tokens
-            if token in self._stop or full:
+            if sampled[-1] in self._stop or full:
                 stream.sampling = False
-                done.append(Sampled(stream, stream.ids, stream.logprobs, "stop" if token in self._stop else "length"))
+                said = [*stream.cached[-len(stream.ids) - CONTEXTS[0] :], *stream.pending]
+                self.drafts.learn(said, len(said) - len(stream.ids))
+                finish = "stop" if sampled[-1] in self._stop else "length"
+                done.append(Sampled(stream, stream.ids, stream.logprobs, finish))
         return done
-
-    def _compact(self) -> None:
-        """Move the last streams into free slots before them, so that attention reads no empty slot."""
-        used = [stream for stream in self._slots if stream is not None]
-        for stream in reversed(used):
-            target = self._slots.index(None) if None in self._slots else len(self._slots)
-            if target > stream.slot:
-                break
-            self._cache.copy(stream.slot, target, len(stream.cached))
-            self._slots[stream.slot], self._slots[target] = None, stream
-            self._cached[target], self._cached[stream.slot] = stream.cached, []
-            stream.slot = target
 
 
 def require_room(prompt: int, max_tokens: int) -> None:
@@ -287,9 +335,12 @@ def require_room(prompt: int, max_tokens: int) -> None:
         )
 
 
-def _common_prefix(a: np.ndarray, b: Sequence[int]) -> int:
-    n = min(len(a), len(b))
-    if n == 0 or a[0] != b[0]:
-        return 0
-    differs = np.flatnonzero(a[:n] != np.asarray(b[:n]))
-    return int(differs[0]) if len(differs) else n
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the number of leading entries that two lists share."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # the first `low` entries agree, the first `high` do not
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
+    return low

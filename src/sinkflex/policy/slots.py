@@ -1,40 +1,39 @@
 """Key-value slots for sampling: one slot a live conversation, kept across its turns, attended in place.
 
-A tick runs one forward pass over a flat list of new tokens: first one token for each decoding slot, then the prompt
-tokens of each prefilling slot. Linear layers see all of them as one matrix; attention splits them again.
+A tick runs one forward pass over a flat list of new tokens, some for each conversation. Linear layers see all of them
+as one matrix; attention takes each conversation's tokens to its own keys and values, without a copy and without padding.
 
-Shape letters: S slots, N tokens of the tick, R prefilling rows, T padded prompt tokens, L cached tokens, H heads,
-H_kv key-value heads, g = H / H_kv, W window, M slot capacity, D head size.
+Shape letters: S slots, N tokens of the tick, T new tokens of a conversation, L its cached tokens, H heads, H_kv
+key-value heads, W window, M slot capacity, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 LENGTH_BUCKET = 64
+SCORES = 2**28  # most attention scores that are formed at once where no kernel takes conversations one by one
 
 
-@dataclass(slots=True)
-class Tick:
-    """Where the N tokens of one forward pass live.
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """New tokens of one conversation in a tick.
 
     Attributes:
-        slot, position: [N] int64 place of each token; the first `decoding` tokens are one a decoding slot.
-        decoding: number of decoding tokens.
-        rows: (offset, length) of each prefilling row inside the N tokens.
-        span: number of leading slots that hold anything.
-        length: cached tokens to look at, a multiple of LENGTH_BUCKET.
+        slot: where its keys and values are kept.
+        start: position of its first new token.
+        offset: place of that token among the N tokens of the tick.
+        tokens: how many there are.
     """
 
-    slot: Tensor
-    position: Tensor
-    decoding: int
-    rows: list[tuple[int, int]]
-    span: int
-    length: int
+    slot: int
+    start: int
+    offset: int
+    tokens: int
 
 
 class SlotCache:
@@ -45,6 +44,9 @@ class SlotCache:
         slots: number of conversations held at once.
         capacity: tokens a slot can hold.
         device, dtype: where and how keys and values are stored.
+
+    Attributes:
+        position: [N] int64 positions of the tick's tokens.
     """
 
     def __init__(
@@ -62,13 +64,17 @@ class SlotCache:
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(layers)]
         self.capacity = capacity
-        self._tick: Tick | None = None
-        self._masks: dict[tuple[str, int | None], Tensor] = {}
+        self.position = torch.zeros(0, dtype=torch.int64, device=device)
+        self._slot = self.position
+        self._segments: Sequence[Segment] = ()
+        self._masks: dict[int | None, Tensor] = {}
 
-    def begin(self, tick: Tick) -> None:
+    def begin(self, segments: Sequence[Segment]) -> None:
         """Announce the tokens of the next forward pass."""
-        self._tick = tick
-        self._masks = {}
+        self._segments = segments
+        slot = [segment.slot for segment in segments for _ in range(segment.tokens)]
+        position = [at for segment in segments for at in range(segment.start, segment.start + segment.tokens)]
+        self._slot, self.position = torch.tensor([slot, position], device=self.keys[0].device)
 
     def copy(self, source: int, target: int, stop: int, start: int = 0) -> None:
         """Copy tokens [start, stop) of one slot into another."""
@@ -90,122 +96,91 @@ class SlotCache:
         Returns:
             [1, N, H, D].
         """
-        tick = self._tick
-        assert tick is not None
         keys, values = self.keys[layer], self.values[layer]
-        keys[tick.slot, :, tick.position] = k[0].transpose(0, 1)
-        values[tick.slot, :, tick.position] = v[0].transpose(0, 1)
-        out = torch.empty_like(q[0].transpose(0, 1))
-        if tick.decoding:
-            queries = q[0, :, : tick.decoding].transpose(0, 1)
-            out[: tick.decoding] = self._decode(tick, queries, keys, values, sinks, scale, window)
-        if tick.rows:
-            self._prefill(tick, q[0], keys, values, sinks, scale, window, out)
+        keys[self._slot, :, self.position] = k[0].transpose(0, 1)
+        values[self._slot, :, self.position] = v[0].transpose(0, 1)
+        pieces = self._one_by_one if q.device.type == "cpu" else self._side_by_side
+        out, lse = pieces(q[0], keys, values, scale, window)
+        if sinks is not None:
+            out *= torch.sigmoid(lse - sinks.to(lse.dtype))[..., None].to(out.dtype)
         return out[None]
 
-    def _decode(
-        self,
-        tick: Tick,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """One query a slot, the heads that share keys packed as query rows: q is [S, H, D]."""
-        n, heads, size = q.shape
-        kv_heads = keys.shape[1]
-        slot, position = tick.slot[:n], tick.position[:n]
-        if window is not None and window < tick.length:
-            index = position[:, None] - torch.arange(window - 1, -1, -1, device=q.device)
-            seen = index >= 0
-            index = index.clamp(min=0)
-            k = keys[slot[:, None], :, index].transpose(1, 2)
-            v = values[slot[:, None], :, index].transpose(1, 2)
-            mask = _additive(seen, q.dtype)[:, None, None, :]
-            out = _attend(q.view(n, kv_heads, heads // kv_heads, size), k, v, mask, sinks, scale)
-            return out.reshape(n, heads, size)
-        mask = self._masks.get(("decode", window))
-        if mask is None:
-            seen = torch.zeros(tick.span, tick.length, dtype=torch.bool, device=q.device)
-            at = torch.arange(tick.length, device=q.device)
-            low = -1 if window is None else position[:, None] - window
-            seen[slot] = (at <= position[:, None]) & (at > low)
-            mask = self._masks["decode", window] = _additive(seen, q.dtype)[:, None, None, :]
-        spread = q.new_zeros(tick.span, heads, size)
-        spread[slot] = q
-        out = _attend(
-            spread.view(tick.span, kv_heads, heads // kv_heads, size),
-            keys[: tick.span, :, : tick.length],
-            values[: tick.span, :, : tick.length],
-            mask,
-            sinks,
-            scale,
-        )
-        return out.reshape(tick.span, heads, size)[slot]
+    def _one_by_one(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """One kernel call a conversation, on the keys it sees: outputs [N, H, D] and log-sum-exps [N, H].
 
-    def _prefill(
-        self,
-        tick: Tick,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int | None,
-        out: Tensor,
-    ) -> None:
-        """Prompt tokens of R slots, padded to the longest: q is [H, N, D], out [N, H, D] is filled in place."""
-        longest = max(length for _, length in tick.rows)
-        offsets = torch.tensor([offset for offset, _ in tick.rows], device=q.device)
-        lengths = torch.tensor([length for _, length in tick.rows], device=q.device)
-        inside = torch.arange(longest, device=q.device)
-        real = inside < lengths[:, None]
-        source = torch.where(real, offsets[:, None] + inside, offsets[:, None])
-        slots = tick.slot[offsets]
-        start = tick.position[offsets]
-        seen_keys = int((start + lengths).max())
-        if window is not None and window + longest < seen_keys:
-            # A window layer needs the new tokens and the window - 1 keys before them.
-            at = start[:, None] + torch.arange(1 - window, longest, device=q.device)
-            k, v = (x[slots[:, None], :, at.clamp(min=0, max=x.shape[2] - 1)].transpose(1, 2) for x in (keys, values))
-        else:
-            at = torch.arange(seen_keys, device=q.device)[None]
-            k, v = keys[slots, :, :seen_keys], values[slots, :, :seen_keys]
-        mask = self._masks.get(("prefill", window))
-        if mask is None:
-            position = (start[:, None] + inside)[:, :, None]
-            seen = (at[:, None] >= 0) & (at[:, None] <= position) & real[:, :, None]
+        Query heads that share keys are neighbouring rows of one matrix.
+        """
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        heads, tokens, size = q.shape
+        kv_heads, shared = keys.shape[1], heads // keys.shape[1]
+        q = q.view(kv_heads, shared, tokens, size).transpose(1, 2).reshape(1, kv_heads, tokens * shared, size)
+        mask = self._triangle(window, shared, q)
+        outs, sums = [], []
+        for s in self._segments:
+            first = 0 if window is None else max(0, s.start + 1 - window)
+            old, seen = s.start - first, s.start - first + s.tokens
+            hidden = mask[: s.tokens * shared, self.capacity - old : self.capacity + s.tokens] if s.tokens > 1 else None
+            rows = q.narrow(2, s.offset * shared, s.tokens * shared)
+            k, v = keys[s.slot : s.slot + 1], values[s.slot : s.slot + 1]
+            k, v = k.narrow(2, first, seen), v.narrow(2, first, seen)
+            out, lse = kernel(rows, k, v, 0.0, False, attn_mask=hidden, scale=scale)
+            outs.append(out)
+            sums.append(lse)
+        out = torch.cat(outs, 2).view(kv_heads, tokens, heads // kv_heads, size).transpose(0, 1)
+        lse = torch.cat(sums, 2).view(kv_heads, tokens, heads // kv_heads).transpose(0, 1)
+        return out.reshape(tokens, heads, size), lse.reshape(tokens, heads)
+
+    def _triangle(self, window: int | None, shared: int, like: Tensor) -> Tensor:
+        """Additive mask whose part [:T * shared, M - old : M + T] is that of T tokens below `old` cached ones."""
+        most = max(segment.tokens for segment in self._segments)
+        mask = self._masks.get(window)
+        if mask is None or len(mask) < most * shared:
+            token = torch.arange(most)[:, None]
+            key = torch.arange(-self.capacity, most)
+            hidden = key > token
             if window is not None:
-                seen &= at[:, None] > position - window
-            mask = self._masks["prefill", window] = _additive(seen, q.dtype)[:, None]
-        heads, kv_heads = q.shape[0], keys.shape[1]
-        if kv_heads != heads and not _flash(q):
-            k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
-        rows = q[:, source].transpose(0, 1)
-        result = _attend(rows, k, v, mask, None if sinks is None else sinks.view(heads, 1), scale)
-        out[source[real]] = result.transpose(1, 2)[real]
+                hidden |= key <= token - window
+            mask = like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf")).repeat_interleave(shared, 0)
+            self._masks[window] = mask
+        return mask
 
+    def _side_by_side(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Conversations as rows of a batch, padded to the longest: outputs [N, H, D] and log-sum-exps [N, H]."""
+        heads, tokens, size = q.shape
+        out, sums = q.new_empty(tokens, heads, size), q.new_empty(tokens, heads, dtype=torch.float32)
+        for part in self._batches(heads):
+            longest, stop = max(s.tokens for s in part), max(s.start + s.tokens for s in part)
+            offset, start, count, slot = torch.tensor(
+                [[s.offset, s.start, s.tokens, s.slot] for s in part], device=q.device
+            ).T
+            inside = torch.arange(longest, device=q.device)
+            real = inside < count[:, None]
+            source = torch.where(real, offset[:, None] + inside, offset[:, None])
+            position = (start[:, None] + inside)[:, :, None]
+            at = torch.arange(stop, device=q.device)
+            seen = at <= position
+            if window is not None:
+                seen &= at > position - window
+            k, v = (x[slot, :, :stop].repeat_interleave(heads // x.shape[1], dim=1) for x in (keys, values))
+            scores = (q[:, source].transpose(0, 1) @ k.transpose(-1, -2)).float() * scale
+            scores = scores.masked_fill(~seen[:, None], float("-inf"))
+            lse = scores.logsumexp(-1, keepdim=True)
+            found = (scores - lse).exp().to(q.dtype) @ v
+            out[source[real]] = found.transpose(1, 2)[real]
+            sums[source[real]] = lse[..., 0].transpose(1, 2)[real]
+        return out, sums
 
-def _flash(x: Tensor) -> bool:
-    return x.device.type == "cpu"
-
-
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None, scale: float) -> Tensor:
-    """Masked attention of q [B, h, n, D] over k, v [B, h_kv, L, D]; `sinks` reshapes to [h, n or 1]."""
-    if _flash(q):
-        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-        out, lse = op(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
-    else:
-        scores = (q @ k.transpose(-1, -2)).float() * scale + mask
-        lse = scores.logsumexp(-1)
-        out = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp().to(q.dtype) @ v
-    if sinks is None:
-        return out
-    per_row = sinks.view(1, q.shape[1], -1)
-    return (out.float() * torch.sigmoid(lse.float() - per_row.float())[..., None]).to(q.dtype)
+    def _batches(self, heads: int) -> list[list[Segment]]:
+        """Segments of like length together, so few at once that their scores fit."""
+        parts: list[list[Segment]] = []
+        for segment in sorted(self._segments, key=lambda s: s.tokens):
+            scores = heads * segment.tokens * max(s.start + s.tokens for s in [segment, *(parts[-1] if parts else [])])
+            if parts and (len(parts[-1]) + 1) * scores <= SCORES and segment.tokens <= 2 * parts[-1][0].tokens:
+                parts[-1].append(segment)
+            else:
+                parts.append([segment])
+        return parts
