@@ -27,10 +27,13 @@ from sinkflex.learner.losses import LossInputs
 from sinkflex.learner.step import Learner
 from sinkflex.methods.method import Method
 from sinkflex.policy.chat import Chat
+from sinkflex.policy.model import new_policy
 from sinkflex.policy.sampler import Sampler
 from sinkflex.recipe import load_config
 from sinkflex.rollout.episode import Episode
+from sinkflex.run import corpus
 from sinkflex.trajectory import Group, Row
+from tests.methods.small_run import small
 
 SMOKE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 SETTINGS = ("run.threads=1", "warmup.demonstrations=1", "warmup.repeats=1")
@@ -271,3 +274,25 @@ def test_a_planted_fault_is_noticed(name: str, fresh: Subject, monkeypatch: Patc
 
 def test_every_check_has_a_planted_fault() -> None:
     assert {check for check, _ in FAULTS.values()} == set(CHECKS.values())
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two models of one vocabulary."""
+    folder = tmp_path_factory.mktemp("teachers")
+    for seed in (1, 2):
+        config = small(folder, "grpo", f"run.seed={seed}")
+        new_policy(config, lambda config=config: corpus(config)).save(folder / str(seed))
+    return [f'method.{name}=["{folder / seed}"]' for name, seed in (("teachers", "1"), ("teacher_references", "2"))]
+
+
+@pytest.mark.parametrize(("method", "stream"), [("direct_opd", "candidates"), ("seed", "lesson_share")])
+def test_rows_are_scored_as_the_method_scores_them(
+    method: str, stream: str, teachers: list[str], tmp_path: Path
+) -> None:
+    options = teachers if method == "direct_opd" else ["method.analyzer=rule"]
+    subject = open_subject(small(tmp_path, method, *options), tmp_path)
+    with subject.run:
+        assert all(len(row.streams[stream]) == len(row) for row in subject.rows)
+        for prove in (gradients.micro_batches, gradients.order, gradients.resplit):
+            prove(subject)

@@ -40,7 +40,11 @@ def reference() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def rows(learner: Learner) -> list[Row]:
-    """Eight trajectories near the policy: shared prompts, a group without advantage, one sampled token alone."""
+    return rows_near_the_policy(learner)
+
+
+def rows_near_the_policy(learner: Learner) -> list[Row]:
+    """Eight trajectories: shared prompts, a group without advantage, one sampled token alone."""
     made = [replace(row, group_index=3) if row.trajectory_index >= 6 else row for row in some_rows()]
     made[5] = replace(made[5], loss_mask=np.arange(len(made[5])) == len(made[5]) - 1)
     learner.recompute(made)

@@ -23,7 +23,7 @@ from sinkflex.learner.packing import forest
 from sinkflex.learner.step import Learner, Needs, count
 from sinkflex.methods.method import Method
 from sinkflex.policy import model as model_module
-from sinkflex.trajectory import Group, Row
+from sinkflex.trajectory import Group
 from tests.learner import test_gradient_invariance as invariance
 from tests.learner import test_losses as loss_tests
 from tests.learner import test_losses_by_brute_force as brute_force
@@ -180,7 +180,7 @@ def dropout_is_left_on(patch: Patch) -> None:
 def invariance_in(aggregation: str) -> None:
     """The invariance of gradients in one mode of the loss, as its own test holds it."""
     learner = Learner(copy.deepcopy(tiny_policy().model), LearnerConfig(checkpoint_layers=False), 1, 1.0)
-    rows: list[Row] = invariance.rows.__wrapped__(learner)
+    rows = invariance.rows_near_the_policy(learner)
     invariance.test_the_gradient_is_the_same_however_the_rows_lie({"aggregation": aggregation}, learner, rows)
 
 
