@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-CONTEXTS = (16, 8, 4, 2)  # ids looked back on, the longest first
+CONTEXTS: tuple[int, ...] = (16, 8, 4, 2)  # ids looked back on, the longest first
 REMEMBERED = 2**16  # contexts of each length that are kept
 WORTH_IT = 0.4  # share of right guesses below which contexts of a length are asked no more
 

@@ -1,7 +1,7 @@
 """Key-value slots for sampling: one slot a live conversation, kept across its turns, attended in place.
 
 A tick runs one forward pass over a flat list of new tokens, some for each conversation. Linear layers see all of them
-as one matrix; attention takes each conversation's tokens to its own keys and values, without a copy and without padding.
+as one matrix; attention takes each conversation's tokens to its own keys and values: no copies and no padding.
 
 Shape letters: S slots, N tokens of the tick, T new tokens of a conversation, L its cached tokens, H heads, H_kv
 key-value heads, W window, M slot capacity, D head size.
