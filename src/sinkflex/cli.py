@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import sys
 import traceback
 import warnings
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sinkflex.interrupt import first_interrupt_waits
 from sinkflex.plain import plain
 
 USER_MISTAKE, INTERRUPTED = 2, 130
@@ -81,9 +81,15 @@ def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[.
 
 
 @command(app)
-def train(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False, debug: Debug = False) -> Any:
+def train(
+    recipe: Recipe,
+    profile: Annotated[bool, typer.Option("--profile", help="At the end, say where the time of a step went.")] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Any:
     """Run a recipe: warm start, then reinforcement learning. Continues a run directory that exists."""
-    return _train(recipe, overrides or [])
+    return _train(recipe, overrides or [], profile)
 
 
 @command(app)
@@ -271,7 +277,7 @@ def main() -> None:
     app()
 
 
-def _train(recipe: Path, overrides: list[str]) -> dict[str, Any]:
+def _train(recipe: Path, overrides: list[str], profile: bool = False) -> dict[str, Any]:
     from sinkflex.recipe import load_config
 
     config = load_config(recipe, overrides)
@@ -282,8 +288,12 @@ def _train(recipe: Path, overrides: list[str]) -> dict[str, Any]:
     build_method(config.method.name, config.method.options, config.rollout.max_tokens, source)
     from sinkflex.train import train
 
-    with _first_interrupt_waits() as interrupted:
+    with first_interrupt_waits() as interrupted:
         run = train(config, interrupted)
+    if profile:
+        from sinkflex.report.profile import profile_of
+
+        print(profile_of(run), file=sys.stderr)
     return {"run": str(run.directory), "step": run.step}
 
 
@@ -300,26 +310,6 @@ def _bench(name: str, as_json: bool, **options: Any) -> Any:
     module = importlib.import_module(f"sinkflex.bench.{name}")
     rows = module.run(**options)
     return rows if as_json else module.table(rows)
-
-
-@contextmanager
-def _first_interrupt_waits() -> Iterator[Callable[[], bool]]:
-    """Yield a function that tells whether Ctrl-C was pressed; a second Ctrl-C stops at once."""
-    pressed = False
-
-    def remember(number: int, frame: Any) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-        # Not print: the signal may arrive while the main program prints.
-        os.write(2, b"stopping after this step; press Ctrl-C again to stop at once\n")
-
-    before = signal.signal(signal.SIGINT, remember)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

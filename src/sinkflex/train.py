@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -66,6 +66,7 @@ def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Ru
             trained = with_replays(groups, draws)
             rows = rows_of(trained, [run.method.advantages(group) for group in trained])
             run.method.score(trained, rows, scorer)
+            scored = time.perf_counter()
             # Update: one optimizer step a mini-batch of whole groups.
             run.metrics.doing("updating")
             if needs.proximal and config.learner.epochs * config.learner.mini_batches > 1:
@@ -78,20 +79,10 @@ def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Ru
             updated = time.perf_counter()
             run.step += 1
             run.tasks.observe(groups, draws)
-            values = {**rollout_metrics(groups), **update_metrics(updates)}
-            if facts["retried"]:
-                values["rollout/retried"] = facts["retried"]
-            values |= run.tasks.metrics()
+            values = {**rollout_metrics(groups, facts), **update_metrics(updates), **run.tasks.metrics()}
             run.method.after_step(groups, values, Services(run.step, run.directory, scorer))
             write_trajectories(run.directory / "trajectories" / f"step_{run.step}.jsonl.zst", groups)
-            values |= {
-                "timing/rollout_seconds": rolled_out - started,
-                "timing/environment_seconds": facts["environment"],
-                "timing/sampler_seconds": facts["sampler"],
-                "timing/update_seconds": updated - rolled_out,
-                "timing/step_seconds": time.perf_counter() - started,
-                "timing/peak_memory_bytes": peak_memory_bytes(),
-            }
+            values |= timing(facts, started, rolled_out, scored, updated)
             run.unlogged = values
             conclude(run, interrupted)
     return run
@@ -185,7 +176,7 @@ def mini_batches(rows: Sequence[Row], count: int) -> list[list[Row]]:
     return [[row for row in rows if row.group_index in part] for part in parts if part]
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group], facts: Mapping[str, float]) -> dict[str, float]:
     """Return what a rollout phase says about itself."""
     episodes = [t for group in groups for t in group.members]
     valid = [t for t in episodes if t.valid]
@@ -195,8 +186,11 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/episodes": len(episodes),
         "rollout/invalid": len(episodes) - len(valid),
         "rollout/sampled_tokens": sum(t.sampled_tokens for t in valid),
+        **{f"rollout/{name}_tokens": facts[name] for name in ("prefilled", "copied", "rejected")},
         "reward/varied_groups_fraction": float(np.mean([len({t.reward for t in g.valid}) > 1 for g in groups])),
     }
+    if facts["retried"]:
+        values["rollout/retried"] = facts["retried"]
     if lone := sum(len(g.valid) < 2 <= len(g.members) for g in groups):
         values["rollout/lone_groups"] = lone
     faults = Counter(str(t.stop_reason) for t in episodes if not t.valid)
@@ -230,6 +224,23 @@ def update_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
         else:
             values[f"learner/{name}"] = column[-1] if name == "learning_rate" else float(np.mean(column))
     return values
+
+
+def timing(
+    facts: Mapping[str, float], started: float, rolled_out: float, scored: float, updated: float
+) -> dict[str, float]:
+    """Return where the time of a step went. A pass of the sampler does two things at once: its time goes by tokens."""
+    prompts, answers = facts["prefilled"], facts["sampled"] + facts["rejected"]
+    return {
+        "timing/rollout_seconds": rolled_out - started,
+        "timing/environment_seconds": facts["environment"],
+        "timing/prefill_seconds": facts["sampler"] * prompts / max(prompts + answers, 1),
+        "timing/decode_seconds": facts["sampler"] * answers / max(prompts + answers, 1),
+        "timing/score_seconds": scored - rolled_out,
+        "timing/update_seconds": updated - scored,
+        "timing/step_seconds": time.perf_counter() - started,
+        "timing/peak_memory_bytes": peak_memory_bytes(),
+    }
 
 
 def peak_memory_bytes() -> int:

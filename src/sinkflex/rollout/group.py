@@ -18,6 +18,8 @@ from sinkflex.rollout.episode import Episode
 from sinkflex.seeds import generator, seed_for
 from sinkflex.trajectory import Group
 
+COUNTS = ("prefilled", "copied", "sampled", "rejected")
+
 
 @dataclass(slots=True)
 class Phase:
@@ -67,11 +69,12 @@ def rollout(
             random numbers: other draws would let the fault choose what is sampled.
 
     Returns:
-        The groups, and facts: seconds in "environment" and "sampler", and how many episodes were "retried".
+        The groups, and facts: seconds in "environment" and "sampler", the sampler's tokens (COUNTS), "retried" episodes.
     """
     sampler.clear()
     sampler.temperature = phase.temperature
     facts = {"environment": 0.0, "sampler": 0.0}
+    counted = {name: getattr(sampler, name) for name in COUNTS}
     kind = phase.purpose.partition("/")[0]
     seeds = [_seeds(phase, index, task_id, len(task_ids), group_size) for index, task_id in enumerate(task_ids)]
 
@@ -98,6 +101,7 @@ def rollout(
                 if _advance(queue.episodes[running[sampled.stream]], sampled, sampler):
                     queue.retire(running.pop(sampled.stream))
     queue.close()
+    facts |= {name: getattr(sampler, name) - before for name, before in counted.items()}
     return _groups(task_ids, group_size, queue.episodes), {**facts, "retried": queue.retried}
 
 
