@@ -79,7 +79,8 @@ def train(config: Config, interrupted: Callable[[], bool] = lambda: False) -> Ru
             updated = time.perf_counter()
             run.step += 1
             run.tasks.observe(groups, draws)
-            values = {**rollout_metrics(groups, facts), **update_metrics(updates), **run.tasks.metrics()}
+            values = {**rollout_metrics(groups), **sampler_metrics(facts), **update_metrics(updates)}
+            values |= run.tasks.metrics()
             run.method.after_step(groups, values, Services(run.step, run.directory, scorer))
             write_trajectories(run.directory / "trajectories" / f"step_{run.step}.jsonl.zst", groups)
             values |= timing(facts, started, rolled_out, scored, updated)
@@ -176,7 +177,13 @@ def mini_batches(rows: Sequence[Row], count: int) -> list[list[Row]]:
     return [[row for row in rows if row.group_index in part] for part in parts if part]
 
 
-def rollout_metrics(groups: Sequence[Group], facts: Mapping[str, float]) -> dict[str, float]:
+def sampler_metrics(facts: Mapping[str, float]) -> dict[str, float]:
+    """Return how much of a rollout was computed, copied, guessed wrong and begun again."""
+    tokens = {f"rollout/{name}_tokens": facts[name] for name in ("prefilled", "copied", "rejected")}
+    return {**tokens, **({"rollout/retried": facts["retried"]} if facts["retried"] else {})}
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return what a rollout phase says about itself."""
     episodes = [t for group in groups for t in group.members]
     valid = [t for t in episodes if t.valid]
@@ -186,11 +193,8 @@ def rollout_metrics(groups: Sequence[Group], facts: Mapping[str, float]) -> dict
         "rollout/episodes": len(episodes),
         "rollout/invalid": len(episodes) - len(valid),
         "rollout/sampled_tokens": sum(t.sampled_tokens for t in valid),
-        **{f"rollout/{name}_tokens": facts[name] for name in ("prefilled", "copied", "rejected")},
         "reward/varied_groups_fraction": float(np.mean([len({t.reward for t in g.valid}) > 1 for g in groups])),
     }
-    if facts["retried"]:
-        values["rollout/retried"] = facts["retried"]
     if lone := sum(len(g.valid) < 2 <= len(g.members) for g in groups):
         values["rollout/lone_groups"] = lone
     faults = Counter(str(t.stop_reason) for t in episodes if not t.valid)

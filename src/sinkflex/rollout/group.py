@@ -69,7 +69,7 @@ def rollout(
             random numbers: other draws would let the fault choose what is sampled.
 
     Returns:
-        The groups, and facts: seconds in "environment" and "sampler", the sampler's tokens (COUNTS), "retried" episodes.
+        The groups, and facts: seconds in "environment" and "sampler", the sampler's tokens (COUNTS), "retried" ones.
     """
     sampler.clear()
     sampler.temperature = phase.temperature
