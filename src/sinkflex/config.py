@@ -190,6 +190,8 @@ class TasksConfig(Section):
     """How often one success is replayed (dtac)."""
     replay_share: Fraction = 0.25
     """Most groups of a step that get a replay (dtac)."""
+    infeasible_share: Fraction = 0.05
+    """Part of all groups that are infeasible tasks, where the domain has any: telecom and retail (dtac)."""
     pass_band: tuple[Fraction, Fraction] = Field(default=(0.125, 0.875), strict=False)
     """Tasks whose own pass rate is outside are left out (variance, dtac; while `recalibrate_every` is not 0)."""
     recalibrate_every: CountOrZero = 0

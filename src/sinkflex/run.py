@@ -39,7 +39,7 @@ from sinkflex.rollout.scripted import Agent, Dialogue, play
 from sinkflex.scores import summarize
 from sinkflex.seeds import generator, seed_for
 from sinkflex.tasks.sampling import TaskSampler
-from sinkflex.tasks.suites import scored_tasks, training_tasks
+from sinkflex.tasks.suites import infeasible_tasks, scored_tasks, training_tasks
 from sinkflex.trajectory import Group
 from sinkflex.users.configured import configured_user
 
@@ -215,6 +215,7 @@ def _open_run(config: Config, directory: Path, method: Method, lock: IO[str]) ->
         position = saved.state()["metrics"]
     env = make_env(config)
     chat = make_chat(config, policy, env)
+    tasks = training_tasks(config.env.domain, config.tasks.split, config.tasks.exclude, config.env.solo)
     run = Run(
         config=config,
         directory=directory,
@@ -223,11 +224,7 @@ def _open_run(config: Config, directory: Path, method: Method, lock: IO[str]) ->
         sampler=make_sampler(config, policy, chat),
         learner=make_learner(config, policy, config.learner, config.train.steps * config.learner.mini_batches),
         method=method,
-        tasks=TaskSampler(
-            training_tasks(config.env.domain, config.tasks.split, config.tasks.exclude, config.env.solo),
-            config.tasks,
-            config.run.seed,
-        ),
+        tasks=TaskSampler(tasks, config.tasks, config.run.seed, infeasible_tasks(tasks)),
         metrics=open_metrics(config, directory, position),
         lock=lock,
         workers=open_workers(config),

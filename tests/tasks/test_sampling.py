@@ -124,11 +124,14 @@ def test_replays_are_at_most_their_share_of_the_groups() -> None:
 
 def test_the_infeasible_share_is_exact_over_steps() -> None:
     impossible = [TaskSpec("telecom", f"x{i}", {}) for i in range(3)]
-    config = TasksConfig(sampling="dtac")
-    tasks = TaskSampler(TASKS, config, 0, impossible, infeasible_share=0.05)
+    config = TasksConfig(sampling="dtac", infeasible_share=0.05)
+    tasks = TaskSampler(TASKS, config, 0, impossible)
     channels = Counter(d.channel for step in range(50) for d in tasks.draw(14, step))
     assert channels == {"fresh": 665, "infeasible": 35}
     assert all(sum(d.channel == "infeasible" for d in tasks.draw(14, step)) <= 1 for step in range(50))
+    assert "tasks/infeasible_recognized" not in tasks.metrics()
+    tasks.observe([solved("x1", 6), solved("t0", 1)])
+    assert tasks.metrics()["tasks/infeasible_recognized"] == 0.75
 
 
 def test_dtac_follows_the_frontier_and_probes_a_task_that_fell_to_zero() -> None:

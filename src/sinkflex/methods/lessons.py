@@ -7,7 +7,7 @@ answer nor the parts of its reward are shown. The rule is scripted: it only rete
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -47,6 +47,14 @@ class SEEDOptions(Options):
     """Bound of the ratio where the advantage is negative, above 1; 0 switches it off."""
     shuffle_lessons: bool = False
     """Control experiment: episodes get lessons of other tasks."""
+
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+        yield from super()._contradictions()
+        yield (
+            self.shuffle_advantages and self.statistics == "row",
+            'method.shuffle_advantages does nothing with method.statistics = "row". '
+            'Type method.statistics = "trajectory".',
+        )
 
 
 def by_rule(trajectory: Trajectory) -> str:

@@ -14,6 +14,7 @@ from sinkflex.envs.env import ToolCall
 from sinkflex.envs.tau2.actions import DONE, coerce
 from sinkflex.envs.tau2.database import template
 from sinkflex.envs.tau2.env import Tau2Env
+from sinkflex.envs.tau2.infeasible import SUFFIX
 from sinkflex.envs.tau2.tasks import read
 from sinkflex.policy.sweep import SweepAgent
 from sinkflex.rollout.scripted import play
@@ -23,7 +24,9 @@ MAX_EXPERT_TURNS = 60
 
 @cache
 def gold_calls(domain: str, task_id: str) -> tuple[ToolCall, ...]:
-    """Return the gold calls of a task, of both sides, in the package's order."""
+    """Return the gold calls of a task, of both sides, in the package's order; an infeasible one has none."""
+    if task_id.endswith(SUFFIX):
+        return ()
     criteria = read(domain, task_id).evaluation_criteria
     actions = (criteria.actions if criteria else None) or ()
     return tuple(ToolCall(action.name, dict(action.arguments)) for action in actions)

@@ -66,8 +66,8 @@ class TaskSampler:
         tasks: the pool.
         config: the `[tasks]` section.
         run_seed: the run's seed.
-        infeasible: tasks that cannot be solved, whose reward is for saying so.
-        infeasible_share: their part of all groups, exact in the long run and off by less than one group in any step.
+        infeasible: tasks that cannot be solved, whose reward is for saying so. Their share of all groups is exact in
+            the long run, and off by less than one group in any step.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class TaskSampler:
         config: TasksConfig,
         run_seed: int,
         infeasible: Sequence[Task] = (),
-        infeasible_share: float = 0.05,
     ) -> None:
         if not tasks:
             raise ValueError("there is no task to train on: choose another tasks.split")
@@ -84,7 +83,7 @@ class TaskSampler:
         self._seed = run_seed
         self._ids = [task.task_id for task in tasks]
         self._infeasible = [task.task_id for task in infeasible]
-        self._infeasible_share = infeasible_share if infeasible else 0.0
+        self._infeasible_share = config.infeasible_share if infeasible else 0.0
         self._buckets: dict[str, list[str]] = {}
         self._bucket_of: dict[str, str] = {}
         for task in tasks:
@@ -96,6 +95,7 @@ class TaskSampler:
         self._stored: dict[str, Stored] = {}
         self._measured: dict[str, list[int]] = {}  # episodes and successes of each task since the last calibration
         self._steps, self._replays = 0, 0
+        self._recognized: float | None = None  # of the newest step's infeasible tasks
 
     def draw(self, n: int, step: int) -> list[Draw]:
         """Return n draws for this step; equal arguments and observations give equal draws."""
@@ -121,6 +121,8 @@ class TaskSampler:
             self._measured = {}
         if self._config.sampling == "dtac":
             self._store(groups, draws)
+            known = [t for g in groups if g.task_id not in self._bucket_of for t in g.valid]
+            self._recognized = float(np.mean([t.outcome is Outcome.SOLVED for t in known])) if known else None
 
     def left_out(self) -> set[str]:
         """Return the tasks whose own pass rate is outside `pass_band`, unless those are all."""
@@ -153,6 +155,8 @@ class TaskSampler:
             values["tasks/left_out"] = len(self.left_out())
         if self._config.sampling == "dtac":
             values |= {"tasks/replays": self._replays, "tasks/stored": len(self._stored)}
+        if self._recognized is not None:
+            values["tasks/infeasible_recognized"] = self._recognized
         return values
 
     def state_dict(self) -> dict[str, Any]:

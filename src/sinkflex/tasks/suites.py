@@ -18,7 +18,8 @@ from typing import Any
 
 from sinkflex.config import OWN_SPLITS, SPLITS, Role
 from sinkflex.envs.own import is_own, own_environment
-from sinkflex.envs.tau2.tasks import TaskSpec, checked_domain, load, nearest
+from sinkflex.envs.tau2.infeasible import SUFFIX
+from sinkflex.envs.tau2.tasks import TaskSpec, buildable, checked_domain, load, nearest, spec
 from sinkflex.recipe import load_config
 from sinkflex.seeds import generator
 
@@ -79,6 +80,11 @@ def training_tasks(domain: str, split: str, exclude: Sequence[str] = (), solo: b
             f"Take a verdict out; `sinkflex tasks audit tau2/{domain}` counts them."
         )
     return kept
+
+
+def infeasible_tasks(tasks: Sequence[TaskSpec]) -> list[TaskSpec]:
+    """Return the infeasible forms of tasks (`envs/tau2/infeasible.py`), as many as have one."""
+    return [spec(t.domain, t.task_id + SUFFIX) for t in tasks if buildable(t.domain, t.task_id)]
 
 
 def scored_tasks(domain: str, split: str) -> list[TaskSpec]:

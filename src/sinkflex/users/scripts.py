@@ -25,6 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sinkflex.envs.tau2.infeasible import SUFFIX
+
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
 _OF_A_BOOKING = re.compile(r"reservation|confirmation", re.IGNORECASE)
 _PERSON = (
@@ -135,7 +137,7 @@ def read_script(domain: str, task: Any, writes: Sequence[Write]) -> Script:
         writes: its changes.
     """
     words = task.user_scenario.instructions
-    entry = entries(domain).get(task.id, {})
+    entry = entries(domain).get(task.id.removesuffix(SUFFIX), {})
     known = own_words(words.known_info or "")
     unknown = [text for text in own_words(words.unknown_info or "") if "mail" in text and "@" not in " ".join(known)]
     identity = " ".join(text for text in [*known, *unknown] if not _OF_A_BOOKING.search(text))

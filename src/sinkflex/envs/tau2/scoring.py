@@ -15,7 +15,7 @@ from tau2.data_model.tasks import EnvAssertion, Task
 from tau2.environment.environment import Environment
 
 from sinkflex.envs.env import ToolCall
-from sinkflex.envs.tau2 import tasks
+from sinkflex.envs.tau2 import infeasible, tasks
 from sinkflex.envs.tau2.database import new_world, same_state
 
 
@@ -25,7 +25,8 @@ class Score:
 
     Attributes:
         reward: product of `parts`, 0.0 or 1.0.
-        parts: 0.0 or 1.0 for each part of the task's reward basis: DB, ENV_ASSERTION, ACTION, COMMUNICATE.
+        parts: 0.0 or 1.0 for each part of the task's reward basis: DB, ENV_ASSERTION, ACTION, COMMUNICATE; of an
+            infeasible task DB and REFUSAL.
     """
 
     reward: float
@@ -52,6 +53,9 @@ def score(domain: str, task: Task, world: Environment, calls: Sequence[ToolCall]
     criteria = task.evaluation_criteria
     if criteria is None:
         return Score(1.0, {})
+    if task.id.endswith(infeasible.SUFFIX):
+        of_saying_so = infeasible.parts(world, _gold_world(domain, task.id), calls, texts)
+        return Score(float(all(of_saying_so.values())), of_saying_so)
     parts: dict[str, float] = {}
     basis = {part.value for part in criteria.reward_basis}
     assert "NL_ASSERTION" not in basis, f"task {task.id!r} needs a judge, which no task of the package does"
@@ -73,11 +77,16 @@ def score(domain: str, task: Task, world: Environment, calls: Sequence[ToolCall]
 
 @cache
 def _gold_world(domain: str, task_id: str) -> Environment:
-    """The state after the gold actions. As in the package, a gold action that raises is skipped and nothing syncs."""
+    """The state after the gold actions. As in the package, a gold action that raises is skipped and nothing syncs.
+
+    That of an infeasible task is the initial one.
+    """
     task = tasks.read(domain, task_id)
     world = new_world(domain)
     initialize(world, task)
     assert task.evaluation_criteria is not None
+    if task.id.endswith(infeasible.SUFFIX):
+        return world
     for action in task.evaluation_criteria.actions or ():
         try:
             world.make_tool_call(action.name, requestor=action.requestor, **action.arguments)

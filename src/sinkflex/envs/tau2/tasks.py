@@ -13,6 +13,8 @@ from typing import Any
 from tau2.data_model.tasks import Task
 from tau2.utils import DATA_DIR
 
+from sinkflex.envs.tau2 import infeasible
+
 DOMAINS = ("telecom", "retail", "airline", "mock")
 _TELECOM_ID = re.compile(r"\[(?P<family>\w+)_issue\](?P<faults>.*)\[PERSONA:(?P<persona>\w+)\]")
 
@@ -51,23 +53,33 @@ def spec(domain: str, task_id: str) -> TaskSpec:
     Raises:
         ValueError: the domain has no such task.
     """
-    if task_id not in _texts(checked_domain(domain)):
+    original = task_id.removesuffix(infeasible.SUFFIX)
+    if original not in _texts(checked_domain(domain)):
         raise ValueError(
             f"{domain} has no task {task_id!r}; {nearest(task_id, _texts(domain))}. "
             f"List them with sinkflex.envs.tau2.tasks.load({domain!r}, 'base')."
         )
-    return TaskSpec(domain, task_id, _tags(task_id) if domain == "telecom" else {})
+    return TaskSpec(domain, task_id, _tags(original) if domain == "telecom" else {})
 
 
 @cache
 def read(domain: str, task_id: str) -> Task:
-    """Return the package's own task object. It is shared by every environment: do not change it.
+    """Return the package's own task object, or its infeasible form. Every environment shares it: do not change it.
 
     Raises:
         ValueError: the domain has no such task.
     """
     spec(domain, task_id)
+    if task_id.endswith(infeasible.SUFFIX):
+        return infeasible.build(domain, read(domain, task_id.removesuffix(infeasible.SUFFIX)))
     return Task.model_validate_json(_texts(domain)[task_id])
+
+
+def buildable(domain: str, task_id: str) -> bool:
+    """Return whether a task has an infeasible form."""
+    if domain == "telecom":  # its names tell, and to validate two thousand tasks takes seconds
+        return infeasible.lockable(task_id)
+    return domain == "retail" and bool(infeasible.spoil(domain, read(domain, task_id)))
 
 
 def checked_domain(domain: str) -> str:
