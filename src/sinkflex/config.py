@@ -165,7 +165,7 @@ class PromptConfig(Section):
     """The domain's policy document: as it is, our summary of it, or nothing."""
     tools: Literal["full", "compact"] = "full"
     """Tool schemas: JSON with descriptions, or one signature a line."""
-    tool_format: Literal["auto", "compact", "deepseek", "harmony", "hermes", "llama", "mistral"] = "auto"
+    tool_format: Literal["auto", "compact", "deepseek", "harmony", "hermes", "llama", "mistral", "qwen_xml"] = "auto"
     """How the model writes tool calls; auto sees it from the chat template."""
 
 

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, str, str, str]] = {
     "qwen2_5": ("", "<|im_end|>", "<|im_start|> <|endoftext|>", "auto"),
     "qwen3": ("", "<|im_end|>", "<|im_start|> <|endoftext|>", "auto"),
     "qwen3_thinking": ("", "<|im_end|>", "<|im_start|> <|endoftext|>", "auto"),
+    "qwen3_5": ("", "<|im_end|>", "<|im_start|> <|endoftext|>", "auto"),
     "llama3": (
         "<|begin_of_text|>",
         "<|eot_id|>",

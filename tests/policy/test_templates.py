@@ -178,7 +178,8 @@ def test_a_turn_cut_by_its_limit_is_closed_by_the_template_and_kept_verbatim(nam
 def test_a_malformed_call_stays_in_the_prompt_and_is_answered_by_an_error(name: str) -> None:
     chat = chat_of(name)
     text = chat.tokenizer.decode(chat.action_ids(ONE)[:-1], clean_up_tokenization_spaces=False)
-    broken = text.replace('"L1"', '"L1', 1)
+    whole, part = ('"L1"', '"L1') if '"L1"' in text else ("L1\n</parameter>", "L1\n</function>")
+    broken = text.replace(whole, part, 1)
     assert broken != text
     sampled = [*chat.tokenizer.encode(broken, add_special_tokens=False), chat.action_ids(ONE)[-1]]
     heard = (Message("tool", "Error: not JSON", error=True),)
@@ -187,7 +188,7 @@ def test_a_malformed_call_stays_in_the_prompt_and_is_answered_by_an_error(name: 
     assert first.action.error and not first.action.tool_calls and first.action.text is None
     assert first.action_ids == sampled
     shown = chat.tokenizer.decode([*(() if second.forks else sampled), *second.prompt_ids])
-    assert '"L1' in shown and "Error: not JSON" in shown
+    assert part in shown and "Error: not JSON" in shown
 
 
 @pytest.mark.parametrize("name", NAMES)

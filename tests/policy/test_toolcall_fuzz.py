@@ -18,6 +18,7 @@ from tests.policy.test_toolcalls import BAD, READ
 MARKS = {
     "compact": ["<|call|>"],
     "hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "qwen_xml": ["<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=x>", "</parameter>", "<think>"],
     "llama": ["<|python_tag|>", ";", '{"name": "', '"parameters": ', "f(x=1)"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", '"id": "a"'],
     "deepseek": ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"],
@@ -87,10 +88,10 @@ def dressed(rng: random.Random, form: Format, calls: list[ToolCall]) -> str:
     return (rng.choice(NOTES) if form.name != "compact" else rng.choice(["", "\n"])) + output + rng.choice(["", "\n"])
 
 
-def nicked(rng: random.Random, output: str) -> str:
-    """Drop one sign of the JSON."""
-    places = [k for k, sign in enumerate(output) if sign in '{}":,']
-    at = rng.choice(places)
+def nicked(rng: random.Random, output: str, form: Format) -> str:
+    """Drop one sign of the JSON, or of the tags where those hold the arguments."""
+    signs = "<>=/" if form.name == "qwen_xml" else '{}":,'
+    at = rng.choice([k for k, sign in enumerate(output) if sign in signs])
     return output[:at] + output[at + 1 :]
 
 
@@ -123,7 +124,7 @@ def fuzz(form: Format, outputs: int, seed: int) -> float:
             output = damaged(rng, dressed(rng, form, calls) if kind < 4 else rng.choice(known), MARKS[form.name])
         else:
             output = dressed(rng, form, calls)
-            output = nicked(rng, output) if kind == 9 else output
+            output = nicked(rng, output, form) if kind == 9 else output
         started = time.thread_time()
         reply = form.read(output)
         spent += time.thread_time() - started

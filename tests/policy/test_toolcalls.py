@@ -33,6 +33,11 @@ READ: list[tuple[str, str, list[tuple[str, Any]], str, str]] = [
     ("hermes", "f?\n</think>\n\nHello.", [], "Hello.", "f?\n</think>"),
     ("hermes", 'I<think>f?</think> look.<tool_call>{"name": "f", "arguments": {"x": "<think></think>"}}</tool_call>', [("f", {"x": "<think></think>"})], "I look.", "<think>f?</think>"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>', [("f", {"x": "</think>"})], "", ""),
+    ("qwen_xml", "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>", X1, "", ""),
+    ("qwen_xml", "A.<tool_call><function=f><parameter=x>1</parameter></function></tool_call>\n<tool_call><function=g></function></tool_call>", [*X1, ("g", {})], "A.", ""),
+    ("qwen_xml", "<tool_call><function=f><parameter=x>\n\na\nb <tool_call>\n\n</parameter></function></tool_call>", [("f", {"x": "\na\nb <tool_call>\n"})], "", ""),
+    ("qwen_xml", "<tool_call><function=f><parameter=a>True</parameter><parameter=b>[1, null]</parameter><parameter=c>NaN</parameter></function></tool_call>", [("f", {"a": True, "b": [1, None], "c": "NaN"})], "", ""),
+    ("qwen_xml", "f?\n</think>\n\nHello.", [], "Hello.", "f?\n</think>"),
     ("llama", '{"name": "f", "parameters": {"x": 1}}', X1, "", ""),
     ("llama", '{"type": "function", "name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}', [*X1, ("g", {})], "", ""),
     ("llama", f'I look.{PY}{{"name": "f", "parameters": {{"x": 1}}}}', X1, "I look.", ""),
@@ -86,6 +91,13 @@ BAD = {
         '<tool_call>{"name": "f", "arguments": "{} {}"}</tool_call>',
         '<tool_call>{"name": "f"}{"name": "g"}</tool_call>', "<think>I wonder", '<think><tool_call>{"name": "f"}</tool_call>',
     ],
+    "qwen_xml": [
+        "<tool_call>", "<tool_call>f</tool_call>", "<tool_call><function=f></tool_call>", "<function=f></function>",
+        "<tool_call><function=f><parameter=x>1</function></tool_call>", "<tool_call><function=f></function>",
+        "<tool_call><function=f><parameter=x>1</parameter>2</function></tool_call>", "Hello.</tool_call>",
+        "<tool_call><function=f><parameter=x>1</parameter><parameter=x>2</parameter></function></tool_call>",
+        "<tool_call><function= ></function></tool_call>", "<think>I wonder",
+    ],
     "llama": [
         '{"name": "f", "parameters": {', '{"x": 1}', f"{PY}f(1)", f"{PY}f(x=1", f"{PY}print 1", f"{PY}f(x=g())", PY,
         'Sure. {"name": "f", "parameters": {}}', '{"name": "f", "parameters": {}} and more', "[f(x=1), 2]",
@@ -132,13 +144,38 @@ def test_only_thinking_in_harmony_is_an_error() -> None:
     assert FORMATS["harmony"].read("<|channel|>analysis<|message|>Hm.").action("").error == "empty message"
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "qwen_xml"])
 @pytest.mark.parametrize("value", [r'"\ud800"', r'{"\udfff": 1}', "NaN", "-Infinity", "1e999", "9" * 5000, "[" * 99999])
 def test_arguments_that_python_reads_but_no_file_can_hold_are_an_error(name: str, value: str) -> None:
     output = FORMATS[name].write([ToolCall("f", {"a": "VALUE"}, call_id(0))]).replace('"VALUE"', value)
     reply = FORMATS[name].read(output)
     assert reply.error and not reply.calls
     reply.error.encode()
+
+
+def test_what_qwen_xml_cannot_take_for_json_is_text_and_the_schema_decides_what_is_not_clear() -> None:
+    def said(value: str, **schema: Any) -> Any:
+        tools = [{"function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+        knowing = FORMATS["qwen_xml"].knowing
+        assert knowing is not None
+        output = f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>"
+        (call,) = knowing(tools)(output).calls
+        json.dumps(dict(call.arguments), allow_nan=False).encode()
+        return call.arguments["a"]
+
+    for value in (r'"\ud800"', "NaN", "-Infinity", "1e999", "9" * 5000, "[" * 99999, "{", ""):
+        assert said(value) == value
+    optional: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    assert (said("5"), said("5", type="string"), said("5", **optional)) == (5, "5", "5")
+    assert (said("None", **optional), said("true", type="string"), said('"a"', type="string")) == (None, "true", '"a"')
+    assert (said("2.0", type="number"), said("5", type=["string", "integer"]), said("x", type="integer")) == (
+        2.0,
+        5,
+        "x",
+    )
+    assert (
+        FORMATS["qwen_xml"].read("<tool_call><function=f><parameter=a>\ud800</parameter></function></tool_call>").error
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)

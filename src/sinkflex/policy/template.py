@@ -58,7 +58,7 @@ class Template:
         source = tokenizer.get_chat_template(tools=list(tools) or None)
         self.source = _TODAY + source if "strftime_now" in source else source
         self.format = format_for(tool_format, source, tokenizer.get_vocab(), bool(tools))
-        self.read = lru_cache(maxsize=8192)(self.format.read)
+        self.read = lru_cache(maxsize=8192)(self.format.knowing(tools) if self.format.knowing else self.format.read)
         self._apply: Callable[..., Any] = tokenizer.apply_chat_template
         self._system = system
         self._tools: list[dict[str, Any]] | None = list(tools) or None
@@ -256,7 +256,7 @@ class Template:
 
     def _find_how_calls_are_written(self, tools: list[dict[str, Any]]) -> None:
         names = [tool["function"]["name"] for tool in (tools[0], tools[-1])]
-        calls = tuple(ToolCall(name, {"id": str(k)}, call_id(k)) for k, name in enumerate(names))
+        calls = tuple(ToolCall(name, {"id": f"L{k}"}, call_id(k)) for k, name in enumerate(names))
         for self._writes_several in (True, False):
             for self._arguments, self._no_text in product((dict, write_json), (None, "")):
                 if self._expresses(calls):

@@ -10,11 +10,12 @@ from sinkflex.policy.toolcalls.harmony import HARMONY
 from sinkflex.policy.toolcalls.hermes import HERMES
 from sinkflex.policy.toolcalls.llama import LLAMA
 from sinkflex.policy.toolcalls.mistral import MISTRAL
+from sinkflex.policy.toolcalls.qwen_xml import QWEN_XML
 from sinkflex.policy.toolcalls.reply import Format
 from sinkflex.recipe import did_you_mean
 
 # In the order in which a template is searched for their markers: the later ones' occur in templates of the earlier.
-FORMATS = {f.name: f for f in (HARMONY, MISTRAL, DEEPSEEK, HERMES, LLAMA, COMPACT)}
+FORMATS = {f.name: f for f in (HARMONY, MISTRAL, DEEPSEEK, QWEN_XML, HERMES, LLAMA, COMPACT)}
 AUTO = "auto"
 
 

@@ -62,6 +62,7 @@ class Format:
         write: the text that makes these calls.
         stops: tokens that end a turn besides the one that ends a text.
         form: fields of the assistant message that a chat template takes, calls left out.
+        knowing: returns a `read` that knows the tools' schemas, where a value's type does not show in the text.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Format:
     form: Callable[[Reply], dict[str, str]] = lambda reply: {
         "content": f"{reply.thinking}\n\n{reply.text}" if reply.thinking else reply.text
     }
+    knowing: Callable[[Sequence[Mapping[str, Any]]], Callable[[str], Reply]] | None = None
 
 
 class Malformed(ValueError):
