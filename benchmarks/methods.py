@@ -33,7 +33,9 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "bench.toml"
 DTAC = ("tasks.sampling=dtac", 'method.correction="token_truncate"')
 # Its loss is a sum over an episode, so that the recipe's weight of the KL is shared out to about 100 tokens.
 STEPO = ("method.name=stepo", "method.kl_coefficient=3e-4")
+EMPO = ("method.name=empo", "method.diagnose=false")  # the expert of the warm start
 ARMS: dict[str, tuple[str, ...]] = {
+    "start": ("train.steps=0",),
     "grpo": (),
     "shuffled": ("method.shuffle_advantages=true",),
     "gspo": ("method.name=gspo",),
@@ -43,27 +45,27 @@ ARMS: dict[str, tuple[str, ...]] = {
     "pats": ("method.name=pats",),
     "seed": ("method.name=seed", "method.analyzer=rule"),
     "tara": ("method.name=tara",),
-    "empo": ("method.name=empo",),
+    "empo": EMPO,
     "toolsrl": ("method.name=toolsrl", "method.tool_steps=7"),
     "uniform": ("tasks.sampling=uniform",),
     "naive": (*STEPO, "method.turn_weight=copy"),
     "stepo_dtac": (*STEPO, *DTAC),
     "tara_local": ("method.name=tara", "method.future_weight=0.0"),
     "tara_no_gate": ("method.name=tara", "method.gate=false"),
-    "empo_no_patch": ("method.name=empo", "method.patches=0"),
+    "empo_no_patch": (*EMPO, "method.patches=0"),
     "toolsrl_mixed": ("method.name=toolsrl", "method.mixed=true"),
     "pats_shuffled": ("method.name=pats", "method.shuffle_words=true"),
     "seed_shuffled": ("method.name=seed", "method.analyzer=rule", "method.shuffle_lessons=true"),
 }
 SOLO_ONLY = ("tara", "tara_local", "tara_no_gate", "empo", "empo_no_patch", "toolsrl", "toolsrl_mixed")
-# What runs without `--arms`: every method in one mode, with plain GRPO and the control beside it.
+# What runs without `--arms`: every method in one mode, with plain GRPO, the control and the warm start beside it.
 DEFAULT = {
-    "dual": ("grpo", "shuffled", "gspo", "stepo", "river", "dtac", "pats", "seed"),
-    "solo": ("grpo", "shuffled", "tara", "empo", "toolsrl"),
+    "dual": ("start", "grpo", "shuffled", "gspo", "stepo", "river", "dtac", "pats", "seed"),
+    "solo": ("start", "grpo", "shuffled", "tara", "empo", "toolsrl"),
 }
 MODES = ("dual", "solo")
-# Alone, the expert must look before it toggles, since nobody guards the phone.
-SOLO = ("env.solo=true", "warmup.diagnose=true")
+# Alone, a remedy that was not needed costs a turn more.
+SOLO = ("env.solo=true", "env.max_turns=24", "rollout.max_tokens=1536")
 
 
 def run_arm(arm: str, mode: str, seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:

@@ -212,7 +212,7 @@ class WarmupConfig(Section):
     forget: dict[str, Fraction] = {}
     """The same probability for single remedies of the phone, by tool, in place of omit."""
     diagnose: bool = True
-    """The expert mends what it sees broken; if false it has the user try every remedy (dual control only)."""
+    """The expert mends what it sees broken; if false it has every remedy tried."""
     shuffle: bool = True
     """Randomize the order of the expert's checks."""
     learning_rate: Positive = 1e-5

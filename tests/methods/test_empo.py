@@ -193,3 +193,12 @@ def test_the_control_deals_the_credit_of_each_turn_anew_among_those_who_got_ther
     firsts = [[float(a[0]) for a in of] for of in (plain, dealt)]
     assert sorted(firsts[0]) == sorted(firsts[1]) and firsts[0] != firsts[1]
     assert [len(a) for a in plain] == [len(a) for a in dealt]
+
+
+def test_an_expert_that_tries_every_remedy_is_followed_too() -> None:
+    looks, tries = expert_calls("telecom", TASK), expert_calls("telecom", TASK, diagnose=False)
+    assert not any(call.name == "check_network_status" for call in tries) and tries[-1] == looks[-1]
+    assert [call.name for call in tries].count("toggle_airplane_mode") == 2, "it stood right, and is flipped back"
+    wrong_style = [Action(tool_calls=(call,)) for call in tries]
+    assert drive(empo(diagnose=False, patches=0), wrong_style).outcome is Outcome.SOLVED
+    assert drive(empo(patches=0), wrong_style).outcome is Outcome.TRUNCATED

@@ -52,6 +52,10 @@ def test_an_expert_that_does_not_look_solves_the_base_tasks() -> None:
     assert solved(SweepAgent(diagnose=False), "base") == 114
 
 
+def test_alone_it_flips_a_switch_back_that_stood_right() -> None:
+    assert solved(SweepAgent(diagnose=False, solo=True), "test") == 40
+
+
 def test_what_the_expert_forgets_is_not_asked_for_and_costs_only_the_tasks_that_need_it() -> None:
     agent = SweepAgent(diagnose=False, forget={"toggle_airplane_mode": 1.0})
     for spec in tasks.load("telecom", "test"):
@@ -65,8 +69,6 @@ def test_what_the_expert_forgets_is_not_asked_for_and_costs_only_the_tasks_that_
 def test_an_expert_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no remedy 'toggle_dat' to forget\. Did you mean toggle_data"):
         SweepAgent(forget={"toggle_dat": 0.5})
-    with pytest.raises(ValueError, match="look before"):
-        SweepAgent(solo=True, diagnose=False)
 
 
 def test_omissions_make_imperfect_demonstrations() -> None:

@@ -46,6 +46,8 @@ class EMPOOptions(Options):
     """The paper's formulas, or the published code's where they differ."""
     matching: Literal["set", "strict"] = "set"
     """The expert's calls count in any order, or in the expert's alone."""
+    diagnose: bool = True
+    """The expert mends what it sees broken; if false it tries every remedy."""
     patches: int = Field(1, ge=0)
     """Misses that are replaced by the expert's call; the next one ends the episode."""
     gamma: float = Field(0.5, ge=0, le=1)
@@ -68,7 +70,7 @@ class EMPO(Method):
         sampled = await propose()
         if state.phase != "train":
             return Decision(sampled)
-        calls = expert_calls(state.task.domain, state.task.task_id)
+        calls = expert_calls(state.task.domain, state.task.task_id, self.options.diagnose)
         strict = self.options.matching == "strict"
         done = [turn.executed or turn.action for turn in state.turns]
         level, expected = follow(state.task.domain, [*done, sampled.action], calls, strict)[-1]
@@ -88,7 +90,7 @@ class EMPO(Method):
 
     def levels(self, trajectory: Trajectory) -> np.ndarray:
         """Return for each turn [K] how far it matched: 0 unreadable, 1 a call, 2 the right tool, 3 the right call."""
-        calls = expert_calls(trajectory.domain, trajectory.task_id)
+        calls = expert_calls(trajectory.domain, trajectory.task_id, self.options.diagnose)
         strict, done, found = self.options.matching == "strict", [], []
         for turn in trajectory.turns:
             found.append(follow(trajectory.domain, [*done, turn.action], calls, strict)[-1][0])

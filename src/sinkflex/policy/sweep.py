@@ -1,6 +1,7 @@
 """A rule-based telecom expert: look the customer up, ask what the phone shows, mend what is broken, check, hand over.
 
-Without `diagnose` it does not ask what the phone shows: it has the user try every remedy in turn.
+Without `diagnose` it does not ask what the phone shows: it has the user try every remedy in turn. Alone, it flips a
+switch back when the answer shows that it stood right.
 
 It knows the domain's remedies but no task's answer: it reads only what the agent can see (the user's words and the
 results of its own tools). It gives the demonstrations of the warm start.
@@ -81,8 +82,8 @@ class SweepAgent:
         rng_seed: with the seed of `reset`, decides omissions and order.
         omit: probability that a check or a remedy is left out, each on its own; makes imperfect demonstrations.
         forget: {tool of a remedy on the phone: probability that it is left out, in place of `omit`}.
-        diagnose: mend only what a check shows to be broken; False tries every remedy, which costs as many turns, needs
-            no reading, and is harmless only while the user, who guards the phone's toggles, holds it.
+        diagnose: mend only what a check shows to be broken; False tries every remedy, which costs as many turns and
+            needs no reading: the user guards the phone's toggles, and alone the answer to a call says how one stands.
         shuffle: randomize the order of checks and remedies that do not depend on each other.
         transfer: call transfer_to_human_agents when nothing is left to try.
         solo: the agent owns the phone's tools and ends the episode with `done`.
@@ -107,8 +108,6 @@ class SweepAgent:
                     f"the expert has no remedy {name!r} to forget.{did_you_mean(name, REMEDIES)} "
                     f"Remedies: {', '.join(REMEDIES)}."
                 )
-        if solo and not diagnose:
-            raise ValueError("alone, the expert must look before it toggles: use diagnose = true, or solo = false")
         self.diagnose = diagnose
         self.shuffle = shuffle
         self.transfer = transfer
@@ -251,6 +250,8 @@ class SweepAgent:
         if self.solo:
             for request in wanted:
                 heard.append((yield from self._call(request.tool, **request.arguments)))
+                if request.on is not None and _shows(rf"is now {'off' if request.on else 'on'}", heard[-1]):
+                    heard.append((yield from self._call(request.tool, **request.arguments)))
         else:
             for message in self._messages(wanted):
                 heard.append((yield from self._say(message)))

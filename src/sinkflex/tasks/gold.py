@@ -33,8 +33,11 @@ def gold_calls(domain: str, task_id: str) -> tuple[ToolCall, ...]:
 
 
 @cache
-def expert_calls(domain: str, task_id: str) -> tuple[ToolCall, ...]:
+def expert_calls(domain: str, task_id: str, diagnose: bool = True) -> tuple[ToolCall, ...]:
     """Return the calls of an expert that works alone on a telecom task, `done` last.
+
+    Args:
+        diagnose: it mends what it sees broken; False: it tries every remedy.
 
     Raises:
         ValueError: the domain has no scripted expert.
@@ -42,7 +45,7 @@ def expert_calls(domain: str, task_id: str) -> tuple[ToolCall, ...]:
     if domain != "telecom":
         raise ValueError(f'there is no scripted expert for {domain!r}; type env.domain = "telecom"')
     env = Tau2Env(domain, solo=True, max_turns=MAX_EXPERT_TURNS, policy_text="none")
-    dialogue = play(env, SweepAgent(solo=True), task_id, seed=0)
+    dialogue = play(env, SweepAgent(solo=True, diagnose=diagnose), task_id, seed=0)
     env.close()
     if dialogue.reward == 1.0:
         return tuple(call for action, _ in dialogue.exchanges for call in action.tool_calls)

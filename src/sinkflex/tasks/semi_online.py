@@ -27,7 +27,7 @@ def semi_online_score(groups: Sequence[Group], method: EMPO) -> dict[str, float]
     for t in (t for group in groups for t in group.valid):
         missed = np.flatnonzero(method.levels(t) < 3)
         matched = int(missed[0]) if len(missed) else len(t.turns)
-        shares.append(matched / len(expert_calls(t.domain, t.task_id)))
+        shares.append(matched / len(expert_calls(t.domain, t.task_id, method.options.diagnose)))
     if not shares:
         raise ValueError("no episode is valid; roll out some, then score them")
     progress, solved = float(np.mean(shares)), float(np.mean([share == 1.0 for share in shares]))
