@@ -21,10 +21,12 @@ DIVERGENCES: tuple[dict[str, object], ...] = (
     {},
     *({"kl_coefficient": 0.3, "kl_estimator": name} for name in ("k1", "k2", "k3", "k3_ratio")),
 )
-# One mode for each way through the loss, and each aggregation with each correction.
+# One mode for each way through the loss, and each aggregation with each correction, with KL and with entropy.
 MODES: list[dict[str, object]] = [
-    {"aggregation": a, **c, **SURROGATES[i % 3]} for i, a in enumerate(AGGREGATIONS) for c in CORRECTIONS
-] + [{**d, "entropy_coefficient": 0.1, "count_zero_groups": True} for d in DIVERGENCES]
+    *({"aggregation": a, **c, **SURROGATES[i % 3]} for i, a in enumerate(AGGREGATIONS) for c in CORRECTIONS),
+    *({**d, "entropy_coefficient": 0.1, "count_zero_groups": True} for d in DIVERGENCES),
+    *({"aggregation": a, **DIVERGENCES[-1], "entropy_coefficient": 0.1} for a in AGGREGATIONS[1:]),
+]
 MAX_TOKENS = 7
 
 

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 from sinkflex.config import LearnerConfig
 from sinkflex.learner.step import PROXIMAL, Learner, Needs, count
 from sinkflex.methods.grpo import GRPO
+from sinkflex.methods.gspo import GSPO
+from sinkflex.methods.method import Method
 from sinkflex.trajectory import Row
-from tests.learner.loss_cases import MAX_TOKENS, MODES
+from tests.learner.loss_cases import CORRECTIONS, MAX_TOKENS, MODES
 from tests.learner.test_step import some_rows
 from tests.policy.tiny_policy import tiny_policy
 
@@ -62,9 +64,8 @@ def rows_near_the_policy(learner: Learner) -> list[Row]:
     return made
 
 
-def gradient(learner: Learner, shares: Sequence[Sequence[Row]], options: dict) -> torch.Tensor:
+def gradient(learner: Learner, shares: Sequence[Sequence[Row]], method: Method) -> torch.Tensor:
     """The sum of the gradients of the shares, each computed apart as one rank or one micro-batch would."""
-    method = GRPO(options, MAX_TOKENS)
     needs = Needs(
         entropy=method.needs_entropy,
         reference=reference() if method.needs_reference else None,
@@ -92,13 +93,18 @@ def padded(row: Row, tokens: int) -> Row:
     return replace(row, **longer, streams={k: np.pad(v, (0, tokens)) for k, v in row.streams.items()})
 
 
-def name_of(mode: dict) -> str:
-    return "-".join(str(v) for v in mode.values() if isinstance(v, str)) + ("-kl" if "kl_coefficient" in mode else "")
+METHODS: list[Method] = [*(GRPO(mode, MAX_TOKENS) for mode in MODES), *(GSPO(c, MAX_TOKENS) for c in CORRECTIONS)]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=name_of)
-def test_the_gradient_is_the_same_however_the_rows_lie(mode: dict, learner: Learner, rows: list[Row]) -> None:
-    expected = gradient(learner, [rows], mode)
+def name_of(method: Method) -> str:
+    chosen = method.options.model_dump(exclude_unset=True)
+    words = [type(method).__name__, *(value for value in chosen.values() if isinstance(value, str))]
+    return "-".join([*words, "kl"] if "kl_coefficient" in chosen else words)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=name_of)
+def test_the_gradient_is_the_same_however_the_rows_lie(method: Method, learner: Learner, rows: list[Row]) -> None:
+    expected = gradient(learner, [rows], method)
     assert float(expected.norm()) > 0
     order = np.random.default_rng(1).permutation(len(rows)).tolist()
     layouts = {
@@ -112,7 +118,7 @@ def test_the_gradient_is_the_same_however_the_rows_lie(mode: dict, learner: Lear
         "padded rows": [[padded(row, 3 + i) for i, row in enumerate(rows)]],
     }
     differences = {
-        name: float((gradient(learner, shares, mode) - expected).norm() / expected.norm())
+        name: float((gradient(learner, shares, method) - expected).norm() / expected.norm())
         for name, shares in layouts.items()
     }
     assert max(differences.values()) <= TOLERANCE, differences

@@ -21,6 +21,7 @@ from sinkflex.learner import losses, step
 from sinkflex.learner.losses import LossInputs, aggregate
 from sinkflex.learner.packing import forest
 from sinkflex.learner.step import Learner, Needs, count
+from sinkflex.methods.grpo import GRPO
 from sinkflex.methods.method import Method
 from sinkflex.policy import model as model_module
 from sinkflex.trajectory import Group
@@ -181,7 +182,8 @@ def invariance_in(aggregation: str) -> None:
     """The invariance of gradients in one mode of the loss, as its own test holds it."""
     learner = Learner(copy.deepcopy(tiny_policy().model), LearnerConfig(checkpoint_layers=False), 1, 1.0)
     rows = invariance.rows_near_the_policy(learner)
-    invariance.test_the_gradient_is_the_same_however_the_rows_lie({"aggregation": aggregation}, learner, rows)
+    method = GRPO({"aggregation": aggregation}, 64)
+    invariance.test_the_gradient_is_the_same_however_the_rows_lie(method, learner, rows)
 
 
 @pytest.mark.parametrize("name", FAULTS)
