@@ -131,6 +131,8 @@ def test_an_override_through_a_value_is_refused(tmp_path):
         (["model.tiny.head_dim=33"], "model.tiny.head_dim = 33 is odd. Type 34."),
         (["model.tiny.experts=1"], "Type model.tiny.experts_per_token = 1 or less."),
         (["rollout.max_tokens=5000"], "Type rollout.max_tokens = 2048 or less, or model.tiny.max_tokens = 5000."),
+        (["env.memory_gigabytes=1.0"], "Type env.deadline_seconds = 60 and run.deterministic = false"),
+        (["method.reward_seconds=5.0"], "Type run.deterministic = false or method.reward_seconds = 0."),
         (["tasks.floor=0.0"], "tasks.floor = 0.0, expected greater than 0"),
         (["rollout.max_turn_tokens=1536"], "leaves no room in rollout.max_tokens = 1536"),
         (["learner.mini_batches=15"], "Type learner.mini_batches = 14 or less."),

@@ -113,6 +113,19 @@ def test_a_call_that_hangs_or_eats_memory_costs_its_limit_and_no_other_episode(
     assert run.workers._process is None, "nothing is left behind"
 
 
+@pytest.mark.slow
+def test_a_judge_that_hangs_costs_its_deadline_and_no_other_episode(tmp_path: Path) -> None:
+    options = ("method.name=own_judges:StuckJudge", "method.reward_seconds=5", "run.deterministic=false")
+    run = train(own(tmp_path / "run", *options, "train.steps=1"))
+    (record,) = (record for record in records(tmp_path / "run") if record["step"] == 1)
+    assert record["rollout/invalid"] == record["rollout/invalid/deadline"] == 2
+    assert record["reward/mean"] == record["rollout/episodes"] / 4 and record["learner/gradient_norm"] > 0
+    for group in read_trajectories(tmp_path / "run" / "trajectories" / "step_1.jsonl.zst"):
+        assert [t.reward for t in group.members] == [None, 1.0, 2.0, 3.0]
+        assert "own_judges.py" in str(group.members[0].fault)
+    assert run.workers._process is None, "nothing is left behind"
+
+
 def test_a_run_in_workers_is_the_run_without(whole: Path, tmp_path: Path) -> None:
     train(own(tmp_path / "run", "env.deadline_seconds=60", "run.deterministic=false"))
     require_equal(tmp_path / "run", whole, STEPS)
