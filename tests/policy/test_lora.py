@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -202,7 +203,32 @@ def test_an_adapter_of_another_model_is_refused(base: Path, tmp_path: Path) -> N
     (tmp_path / "adapter_config.json").write_text(json.dumps({**about, "target_modules": ["lm_head"]}))
     with pytest.raises(ValueError, match=r"changes the output layer too"):
         load_policy(Config(), tmp_path)
+    for odd, named in (({"modules_to_save": ["norm"]}, "modules_to_save"), ({"bias": "all"}, "biases")):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**about, **odd}))
+        with pytest.raises(ValueError, match=rf"an adapter with {named}, expected matrices of LoRA alone"):
+            load_policy(Config(), tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps(about))
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors"):
         load_policy(Config(), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen3", "Qwen3Moe", "OPT"])
+def test_models_of_other_families_take_adapters(family: str, tmp_path: Path) -> None:
+    tokenizer = tiny_policy().tokenizer
+    sizes: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=len(tokenizer))
+    if family == "OPT":
+        sizes |= dict(ffn_dim=48, word_embed_proj_dim=32)
+    else:
+        sizes |= dict(intermediate_size=48, num_key_value_heads=2, head_dim=8)
+    if family == "Qwen3Moe":
+        sizes |= dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**sizes))
+    Policy(model, tokenizer).save(tmp_path / "base")
+    policy = trained(tmp_path / "base")
+    assert not torch.equal(logits(policy.model), logits(load_policy(Config(), tmp_path / "base").model))
+    policy.save(tmp_path / "adapter")
+    loaded = load_policy(Config(), tmp_path / "adapter").model
+    assert torch.equal(logits(loaded), logits(policy.model))
+    merged = lora.merge(policy.model)
+    torch.testing.assert_close(logits(merged), logits(loaded), rtol=1e-4, atol=1e-4)

@@ -1,8 +1,8 @@
 """LoRA through peft (arXiv 2106.09685): y = W x + (alpha / rank) B A x, where A and B are trained and W never is.
 
 Adapters are put into the model in place, so that sampler, learner and attention see the model they always see. Folders
-are in peft's own format and name their base, a Hugging Face folder that stays as it is. To add a kind of adapter: give
-`adapt` another config of peft; nothing else here knows what an adapter is made of.
+are in peft's own format and name their base, a Hugging Face folder that stays as it is. One adapter is loaded at a time,
+and it is all that differs between a policy and its reference.
 """
 
 from __future__ import annotations
@@ -91,9 +91,15 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     """
     peft = _peft()
     config = peft.PeftConfig.from_pretrained(str(folder))
+    odd = [name for name in ("modules_to_save", "target_parameters") if getattr(config, name, None)]
+    if not isinstance(config, peft.LoraConfig) or config.bias != "none" or odd:
+        what = odd[0] if odd else "biases" if isinstance(config, peft.LoraConfig) else type(config).__name__
+        raise ValueError(
+            f"model.path: {folder} holds an adapter with {what}, expected matrices of LoRA alone. Merge it into its "
+            "base with peft, and give that folder"
+        )
     config.inference_mode = False
-    if getattr(config, "lora_dropout", 0.0):
-        config.lora_dropout = 0.0  # the learner's log-probs would differ from the sampler's
+    config.lora_dropout = 0.0  # the learner's log-probs would differ from the sampler's
     _inject(model, config, Path(config.base_model_name_or_path))
     _fill(model, folder)
 
