@@ -1,8 +1,8 @@
 """LoRA through peft (arXiv 2106.09685): y = W x + (alpha / rank) B A x, where A and B are trained and W never is.
 
 Adapters are put into the model in place, so that sampler, learner and attention see the model they always see. Folders
-are in peft's own format and name their base, a Hugging Face folder that stays as it is. One adapter is loaded at a time,
-and it is all that differs between a policy and its reference.
+are in peft's own format and name their base, a Hugging Face folder that stays as it is. A model has one adapter at
+a time, which is all that differs between a policy and its reference.
 """
 
 from __future__ import annotations
