@@ -4,9 +4,9 @@
     python benchmarks/semi_online.py runs/empo --out runs/semi_online.jsonl
     python benchmarks/semi_online.py --table --out runs/semi_online.jsonl
 
-For every checkpoint of the runs, and for their warm start: PG, TSR and Score on the 40 test tasks, from episodes beside
-the scripted expert without patches; Step, the share of turns on the expert's history that match it; and the real reward
-mean@1 of free episodes on the same tasks. All are greedy.
+For every checkpoint of the runs, the first of which is the warm start: PG, TSR and Score on the 40 test tasks, from
+episodes beside the scripted expert without patches; Step, the share of turns on the expert's history that match it; and
+the real reward mean@1 of free episodes on the same tasks. All are greedy.
 Appends a row a checkpoint; run it again to continue where it stopped.
 """
 
@@ -92,8 +92,8 @@ def main() -> None:
     for run in [] if arguments.table else arguments.runs:
         config = load_config(run / "config.toml")
         steps = sorted(run.glob("checkpoints/step_*/model"), key=lambda path: int(path.parent.name.rpartition("_")[2]))
-        for model in [run / "warm_start", *steps]:
-            name = f"{run.name}/{model.parent.name if model in steps else model.name}"
+        for model in steps:
+            name = f"{run.name}/{model.parent.name}"
             if any(row["checkpoint"] == name for row in rows()):
                 continue
             row = {"checkpoint": name, **scored(config, model)}

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from sinkflex.methods.method import METHODS, build_method
 from sinkflex.recipe import load_config
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "methods.py"
-_spec = importlib.util.spec_from_file_location("comparison", SCRIPT)
-assert _spec is not None and _spec.loader is not None
-comparison = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(comparison)
+
+def script(name: str) -> ModuleType:
+    """Load a script of benchmarks/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+comparison, semi_online = script("methods"), script("semi_online")
 
 
 @pytest.mark.parametrize(("arm", "mode"), comparison.pairs(list(comparison.ARMS), list(comparison.MODES)))
@@ -53,3 +60,15 @@ def test_a_table_pairs_each_arm_with_grpo_of_its_seed_and_says_when_it_got_there
     text = comparison.table(rows)
     assert "| dual | dtac | 2 | 0.550 | +0.100 | +0.100 to +0.100 | 192, 192 |" in text
     assert "| dual | gspo | 1 | 0.300 | -0.100 |  | never |" in text
+
+
+def test_a_score_is_compared_with_the_real_reward_over_eight_checkpoints_at_least() -> None:
+    rows = [
+        {"checkpoint": f"run/step_{i}", "PG": i / 8, "TSR": 0.5, "Score": i / 9, "Step": 1 - i / 8, "real": i / 8}
+        | {"floors": {"do_nothing": 0.0}, "about": "solo, no user"}
+        for i in range(8)
+    ]
+    assert "too few" in semi_online.table(rows[:7]) and "Spearman" not in semi_online.table(rows[:7])
+    text = semi_online.table(rows)
+    assert "| PG | 8 | 1.000 | 1.000 | 1.000 to 1.000 |" in text and "| Step | 8 | 1.000 | -1.000 |" in text
+    assert "| TSR | 8 | nan | nan |" in text, "a score that never changes tells nothing"

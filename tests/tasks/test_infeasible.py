@@ -13,7 +13,7 @@ from sinkflex.envs.tau2.infeasible import SUFFIX
 from sinkflex.envs.tau2.scoring import score
 from sinkflex.envs.tau2.tasks import read
 from sinkflex.policy.sweep import SweepAgent
-from sinkflex.tasks.gold import gold_calls
+from sinkflex.tasks.gold import expert_calls, gold_calls
 from sinkflex.tasks.suites import infeasible_tasks, training_tasks
 
 TELECOM = "[mms_issue]bad_network_preference|user_abroad_roaming_disabled_off[PERSONA:None]"
@@ -109,5 +109,7 @@ def test_a_customer_keeps_the_wishes_of_the_original_and_gold_has_no_say() -> No
     first, _ = env.reset(seed=0, options={"task_id": name})
     second, _ = env.reset(seed=0, options={"task_id": name.removesuffix(SUFFIX)})
     assert first == second and gold_calls("retail", name) == ()
+    followed = [expert_calls("telecom", TELECOM + SUFFIX, diagnose) for diagnose in (True, False)]
+    assert [[call.name for call in calls][-2:] for calls in followed] == [["transfer_to_human_agents", "done"]] * 2
     with pytest.raises(ValueError, match="no infeasible form"):
         Tau2Env("telecom").reset(options={"task_id": f"[service_issue]lock_sim_card_pin[PERSONA:Hard]{SUFFIX}"})

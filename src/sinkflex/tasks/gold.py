@@ -14,7 +14,7 @@ from sinkflex.envs.env import ToolCall
 from sinkflex.envs.tau2.actions import DONE, coerce
 from sinkflex.envs.tau2.database import template
 from sinkflex.envs.tau2.env import Tau2Env
-from sinkflex.envs.tau2.infeasible import SUFFIX
+from sinkflex.envs.tau2.infeasible import SUFFIX, TRANSFER
 from sinkflex.envs.tau2.tasks import read
 from sinkflex.policy.sweep import SweepAgent
 from sinkflex.rollout.scripted import play
@@ -49,7 +49,9 @@ def expert_calls(domain: str, task_id: str, diagnose: bool = True) -> tuple[Tool
     env.close()
     if dialogue.reward == 1.0:
         return tuple(call for action, _ in dialogue.exchanges for call in action.tool_calls)
-    return (*gold_calls(domain, task_id), ToolCall(DONE))
+    hopeless = task_id.endswith(SUFFIX)
+    transfer = ToolCall(TRANSFER, {"summary": "The issue could not be solved."})
+    return (*((transfer,) if hopeless else gold_calls(domain, task_id)), ToolCall(DONE))
 
 
 def same_call(domain: str, call: ToolCall, wanted: ToolCall) -> bool:

@@ -43,7 +43,8 @@ def agreement(scores: Sequence[float], rewards: Sequence[float], resamples: int 
     x, y = np.asarray(scores, np.float64), np.asarray(rewards, np.float64)
     picks = generator(0, "agreement").integers(0, len(x), (resamples, len(x)))
     drawn = [_correlation(_ranks(x[i]), _ranks(y[i])) for i in picks]
-    low, high = np.nanquantile(drawn, [0.025, 0.975])
+    defined = [value for value in drawn if not np.isnan(value)]
+    low, high = np.quantile(defined, [0.025, 0.975]) if defined else (np.nan, np.nan)
     return {
         "n": len(x),
         "r2": _correlation(x, y) ** 2,
