@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from sinkflex.build import make_env
 from sinkflex.config import Config
+from sinkflex.demonstrations import demonstrations, expert
 from sinkflex.recipe import load_config
-from sinkflex.run import demonstrations, expert, make_env
 from sinkflex.tasks.suites import training_tasks
 from sinkflex.train import train
 

@@ -209,6 +209,16 @@ def bench_update(as_json: AsJson = False, debug: Debug = False) -> Any:
     return _bench("update", as_json)
 
 
+@command(bench_app, "rollout")
+def bench_rollout(
+    run: Annotated[Path, typer.Argument(help="A run directory, for instance runs/telecom_cpu.", show_default=False)],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Any:
+    """Measure rollouts of a trained policy by what the sampler keeps, their memory, and what a late turn costs."""
+    return _bench("rollout", as_json, source=run)
+
+
 @command(bench_app, "env")
 def bench_env(as_json: AsJson = False, debug: Debug = False) -> Any:
     """Measure environments: reset, step, score, memory of 300 live ones."""

@@ -43,6 +43,11 @@ def contradictions(config: Config) -> Iterator[tuple[bool, str]]:
         f"learner.mini_batches = {learner.mini_batches} cannot cut rollout.groups = {rollout.groups} by whole groups. "
         f"Type learner.mini_batches = {rollout.groups} or less.",
     )
+    yield (
+        rollout.processes > 1 and config.env.deadline_seconds > 0,
+        f"rollout.processes = {rollout.processes} forks a process that has workers of its own, for "
+        f"env.deadline_seconds = {config.env.deadline_seconds:g}. Type rollout.processes = 1 or no deadline.",
+    )
     for key, seconds in (
         ("env.deadline_seconds", config.env.deadline_seconds),
         ("method.reward_seconds", config.method.reward_seconds),

@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from copy import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self
 
-import torch
 from transformers import PreTrainedModel
 
 from sinkflex import checkpoint
-from sinkflex.config import Config, LearnerConfig
-from sinkflex.envs.own import is_own, own_environment
-from sinkflex.envs.tau2.env import Tau2Env
-from sinkflex.envs.tau2.episode import make_user
+from sinkflex.build import live_env, make_chat, make_env, make_learner, make_sampler, open_workers, set_up_torch
+from sinkflex.config import Config
+from sinkflex.demonstrations import corpus
 from sinkflex.learner.scorer import Scorer
 from sinkflex.learner.step import Learner
 from sinkflex.lock import free_directory, lock_directory
-from sinkflex.methods.method import METHODS, Method, build_method
+from sinkflex.methods.method import Method, build_method
 from sinkflex.metrics import START, Metrics, open_metrics
 from sinkflex.policy.chat import Chat
-from sinkflex.policy.clerk import ClerkAgent
 from sinkflex.policy.lora import twin
 from sinkflex.policy.model import Policy, continued_policy, load_policy, new_policy
 from sinkflex.policy.sampler import Sampler
-from sinkflex.policy.sweep import SweepAgent
 from sinkflex.provenance import provenance
 from sinkflex.recipe import dump_config
 from sinkflex.rollout.deadline import Nursery
-from sinkflex.rollout.group import Phase, rollout
-from sinkflex.rollout.remote import RemoteEnv, warm_up
-from sinkflex.rollout.scripted import Agent, Dialogue, play
+from sinkflex.rollout.group import Phase, gather, rollout
+from sinkflex.rollout.processes import in_processes, processes, shares_of
 from sinkflex.scores import summarize
-from sinkflex.seeds import generator, seed_for
 from sinkflex.tasks.sampling import TaskSampler
 from sinkflex.tasks.suites import infeasible_tasks, scored_tasks, training_tasks
 from sinkflex.trajectory import Group
-from sinkflex.users.configured import configured_user
 
 
 class Outage(ValueError):
@@ -89,15 +82,31 @@ class Run:
         self, task_ids: list[str], group_size: int, purpose: str, temperature: float, trials: bool = False
     ) -> tuple[list[Group], dict[str, float]]:
         """Roll out groups with the current weights: siblings, or trials of a score."""
-        done = [0]
+        shares = shares_of(len(task_ids), processes(self.config.rollout.processes, self.sampler.device))
+        done, episodes = [0], len(task_ids) * group_size
 
         def count(_: object) -> None:
-            done[0] += 1
-            self.metrics.doing(f"{purpose}: episode", done[0], len(task_ids) * group_size)
+            done[0] += len(shares)  # the other processes are as far, by and large
+            self.metrics.doing(f"{purpose}: episode", min(done[0], episodes), episodes)
 
         phase = Phase(purpose, self.config.run.seed, self.step, self.step, temperature, trials)
         make, retries = partial(live_env, self.config, self.workers), self.config.rollout.retries
-        return rollout(task_ids, group_size, make, self.chat, self.sampler, phase, count, self.method, retries)
+
+        def play_share(share: Sequence[int]) -> tuple[list[Group], dict[str, float]]:
+            sampler, method, before = self.sampler, self.method, pickle.dumps(self.method.state_dict())
+            played = rollout(task_ids, group_size, make, self.chat, sampler, phase, count, method, retries, share)
+            if len(shares) > 1 and pickle.dumps(method.state_dict()) != before:
+                raise ValueError(
+                    f"method {self.config.method.name} changes its state while it acts, which would be lost in a copy "
+                    "of the process: type --set rollout.processes=1"
+                )
+            return played
+
+        played = in_processes(play_share, shares)
+        for groups, _ in played[1:]:
+            for t in (t for group in groups for t in group.members):
+                self.sampler.drafts.learn_episode(t.turns)
+        return gather(played, shares)
 
     def require_valid(self, groups: list[Group], purpose: str) -> None:
         """Stop the run if faults ended too many of these episodes.
@@ -237,145 +246,3 @@ def _open_run(config: Config, directory: Path, method: Method, lock: IO[str]) ->
         draft.write_text(dump_config(config), encoding="utf-8")
         draft.replace(directory / "config.toml")
     return run
-
-
-def open_workers(config: Config) -> Nursery:
-    """Return where the environments of the recipe may live; it starts nothing before it is needed."""
-    rewarding = METHODS.get(config.method.name, config.method.name) if config.method.reward_seconds else ""
-    warm = partial(warm_up, config.env.domain, rewarding.partition(":")[0])
-    return Nursery(warm, round(config.env.memory_gigabytes * 1e9))
-
-
-def live_env(config: Config, workers: Nursery) -> Tau2Env | RemoteEnv:
-    """Return a new environment of the recipe for rollouts, in a worker if its calls have a deadline."""
-    seconds, domain = config.env.deadline_seconds, config.env.domain
-    if not seconds:
-        return make_env(config)
-    # The environment itself goes to the worker, or its name: neither needs the imports of this file there.
-    if is_own(domain):
-        return RemoteEnv(workers, seconds, {}, own_environment, domain)
-    env = make_env(config)
-    known = {"domain": domain, "user": "none" if env.solo else make_user(env.user, domain).kind}
-    return RemoteEnv(workers, seconds, known, copy, env)
-
-
-def make_env(config: Config, offline: bool = False) -> Tau2Env:
-    """Return a new environment of the recipe.
-
-    Args:
-        config: the recipe.
-        offline: with the scripted user, whoever the recipe's is: no server is asked, no code of others can hang.
-    """
-    env = config.env
-    if is_own(env.domain):
-        return own_environment(env.domain)
-    return Tau2Env(
-        domain=env.domain,
-        solo=env.solo,
-        user="scripted" if offline else configured_user(env),
-        max_turns=env.max_turns,
-        policy_text=config.prompt.policy_text,
-    )
-
-
-def chat_tools(config: Config, env: Tau2Env) -> list[dict[str, Any]]:
-    """Return the tool schemas the prompt shows: as they are, or only names and parameter names."""
-    if config.prompt.tools == "full":
-        return list(env.tools)
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool["function"]["name"],
-                "parameters": {
-                    "type": "object",
-                    "properties": {name: {} for name in tool["function"]["parameters"].get("properties", {})},
-                },
-            },
-        }
-        for tool in env.tools
-    ]
-
-
-def make_chat(config: Config, policy: Policy, env: Tau2Env) -> Chat:
-    """Return the conversations of the recipe: the policy's template, the environment's rules and tools."""
-    return Chat(policy.tokenizer, env.policy, chat_tools(config, env), config.rollout.window, config.prompt.tool_format)
-
-
-def make_sampler(config: Config, policy: Policy, chat: Chat) -> Sampler:
-    """Return the sampler of the recipe; a turn ends where the chat says."""
-    rollouts = config.rollout
-    return Sampler(
-        policy.model,
-        chat.stop_ids,
-        slots=rollouts.slots,
-        max_tokens=rollouts.max_tokens,
-        max_turn_tokens=rollouts.max_turn_tokens,
-        draft_tokens=rollouts.draft_tokens,
-    )
-
-
-def make_learner(config: Config, policy: Policy, options: LearnerConfig, updates: int) -> Learner:
-    """Return a learner whose log-probs are those of the sampling temperature."""
-    return Learner(policy.model, options, updates * options.epochs, config.rollout.temperature)
-
-
-def demonstrations(config: Config) -> list[Dialogue]:
-    """Let the scripted expert play the warm start's train tasks; the run's seed decides which and how."""
-    warmup, seed = config.warmup, config.run.seed
-    train = scored_tasks(config.env.domain, "train")
-    if warmup.demonstrations > len(train):
-        raise ValueError(f"warmup.demonstrations is {warmup.demonstrations}, but there are {len(train)} train tasks")
-    picks = generator(seed, "demonstrations").permutation(len(train))[: warmup.demonstrations]
-    env = make_env(config, offline=True)
-    agent = expert(config)
-    return [
-        play(env, agent, train[int(i)].task_id, seed_for(seed, "demonstration", int(i), repeat))
-        for i in picks
-        for repeat in range(warmup.repeats)
-    ]
-
-
-def expert(config: Config) -> Agent:
-    """Return the scripted expert of the recipe's domain; none of them reads the gold actions.
-
-    Raises:
-        ValueError: the domain has none.
-    """
-    env, warmup, seed = config.env, config.warmup, config.run.seed
-    if env.domain == "telecom":
-        return SweepAgent(seed, warmup.omit, warmup.forget, warmup.diagnose, warmup.shuffle, solo=env.solo)
-    if env.domain == "retail" and not env.solo:
-        return ClerkAgent(seed, warmup.omit)
-    where = f"{env.domain} in solo" if env.solo else env.domain
-    raise ValueError(f"warmup: there is no scripted expert for {where}; use --set warmup.steps=0")
-
-
-def corpus(config: Config) -> Iterator[str]:
-    """Yield the texts a new tokenizer is trained on: prompt, tools and demonstrations, or the train tasks' openings."""
-    env = make_env(config, offline=True)
-    yield env.policy
-    for tool in env.tools:
-        yield str(tool)
-    if config.warmup.steps:
-        dialogues = demonstrations(config)
-    else:
-        dialogues = [
-            Dialogue(t.task_id, 0, env.reset(seed=0, options={"task_id": t.task_id})[0], [], 0.0, {})
-            for t in training_tasks(config.env.domain, config.tasks.split)
-        ]
-    for dialogue in dialogues:
-        yield from (message.content for message in dialogue.opening)
-        for action, observation in dialogue.exchanges:
-            yield action.text or ""
-            for call in action.tool_calls:
-                yield f"{call.name} {dict(call.arguments)}".replace("'", '"')
-            yield from (message.content for message in observation)
-
-
-def set_up_torch(config: Config) -> None:
-    """Set threads and determinism for the process."""
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
-    torch.use_deterministic_algorithms(config.run.deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over every new tensor

@@ -16,14 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
+from sinkflex.build import make_learner
 from sinkflex.config import Config, LearnerConfig
+from sinkflex.demonstrations import demonstrations
 from sinkflex.learner.losses import LossInputs, aggregate
 from sinkflex.learner.rows import rows_of
 from sinkflex.learner.step import Needs
 from sinkflex.methods.hooks import Services
 from sinkflex.rollout.rewards import reward
 from sinkflex.rollout.scripted import encode
-from sinkflex.run import Run, demonstrations, make_learner, open_run
+from sinkflex.run import Run, open_run
 from sinkflex.seeds import generator
 from sinkflex.tasks.sampling import Draw
 from sinkflex.trajectory import Group, Outcome, Row, write_trajectories

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from sinkflex.trajectory import Turn
+
 CONTEXTS: tuple[int, ...] = (16, 8, 4, 2)  # ids looked back on, the longest first
 REMEMBERED = 2**16  # contexts of each length that are kept
 WORTH_IT = 0.4  # share of right guesses below which contexts of a length are asked no more
@@ -44,6 +46,15 @@ class Drafts:
                 following[context] = ids[end]
             while len(following) > REMEMBERED:
                 del following[next(iter(following))]
+
+    def learn_episode(self, turns: Sequence[Turn]) -> None:
+        """Remember the turns of an episode that another process sampled."""
+        conversation: list[int] = []
+        for turn in turns:
+            conversation = [*([] if turn.forks else conversation), *turn.prompt_ids]
+            said = [*conversation[-CONTEXTS[0] :], *turn.action_ids]
+            self.learn(said, len(said) - len(turn.action_ids))
+            conversation += turn.action_ids
 
     def propose(self, ids: Sequence[int], limit: int, stop: Collection[int]) -> tuple[list[int], list[int]]:
         """Guess what follows.

@@ -42,6 +42,11 @@ class Phase:
     temperature: float
     trials: bool = False
 
+    @property
+    def kind(self) -> str:
+        """The purpose without its task set."""
+        return self.purpose.partition("/")[0]
+
 
 def rollout(
     task_ids: Sequence[str],
@@ -53,12 +58,12 @@ def rollout(
     on_episode: Callable[[Episode], None] | None = None,
     hooks: RolloutHooks | None = None,
     retries: int = 0,
+    share: Sequence[int] | None = None,
 ) -> tuple[list[Group], dict[str, float]]:
     """Roll out `group_size` episodes of every task and return the groups in the order of `task_ids`.
 
     Args:
-        task_ids: tasks, one group each (a task may occur twice).
-        group_size: siblings.
+        task_ids, group_size: tasks, one group each (a task may occur twice); siblings.
         make_env: makes an environment; at most as many as the sampler has slots are live.
         chat: messages to ids.
         sampler: samples turns; its cached prefixes are dropped first.
@@ -67,6 +72,7 @@ def rollout(
         hooks: the method; without one the policy acts undisturbed.
         retries: how often an episode that a fault ended starts again, after those that wait. It keeps its seeds and
             random numbers: other draws would let the fault choose what is sampled.
+        share: places in `task_ids` of the groups to play; all if left out. The others change nothing in these.
 
     Returns:
         The groups, and facts: seconds in "environment" and "sampler", the sampler's tokens (COUNTS), "retried" ones.
@@ -75,15 +81,14 @@ def rollout(
     sampler.temperature = phase.temperature
     facts = {"environment": 0.0, "sampler": 0.0}
     counted = {name: getattr(sampler, name) for name in COUNTS}
-    kind = phase.purpose.partition("/")[0]
     seeds = [_seeds(phase, index, task_id, len(task_ids), group_size) for index, task_id in enumerate(task_ids)]
 
     def new(number: int) -> Episode:
-        index, member = divmod(number, group_size)
-        identity = (task_ids[index], member, seeds[index][member])
-        return Episode(None, chat, *identity, sampler.max_tokens, phase.policy_version, hooks, kind)
+        i, member = divmod(number, group_size)
+        who = (task_ids[i], member, seeds[i][member])
+        return Episode(None, chat, *who, sampler.max_tokens, phase.policy_version, hooks, phase.kind)
 
-    queue = _Queue(new, len(task_ids) * group_size, make_env, retries, on_episode)
+    queue = _Queue(new, range(len(task_ids)) if share is None else share, group_size, make_env, retries, on_episode)
     running: dict[Stream, int] = {}
     while queue.waiting or running:
         with _timed(facts, "environment"):
@@ -102,7 +107,18 @@ def rollout(
                     queue.retire(running.pop(sampled.stream))
     queue.close()
     facts |= {name: getattr(sampler, name) - before for name, before in counted.items()}
-    return _groups(task_ids, group_size, queue.episodes), {**facts, "retried": queue.retried}
+    return queue.groups(), {**facts, "retried": queue.retried}
+
+
+def gather(
+    played: Sequence[tuple[list[Group], dict[str, float]]], shares: Sequence[Sequence[int]]
+) -> tuple[list[Group], dict[str, float]]:
+    """Put together what several processes played at the same time: groups by their place, means of seconds, sums."""
+    places = [index for share in shares for index in share]
+    groups = [group for found, _ in played for group in found]
+    ordered = [group for _, group in sorted(zip(places, groups, strict=True), key=lambda pair: pair[0])]
+    facts = {name: sum(found[name] for _, found in played) for name in played[0][1]}
+    return ordered, {**facts, **{name: facts[name] / len(played) for name in ("environment", "sampler")}}
 
 
 class _Queue:
@@ -111,17 +127,20 @@ class _Queue:
     def __init__(
         self,
         new: Callable[[int], Episode],
-        count: int,
+        share: Sequence[int],
+        group_size: int,
         make_env: Callable[[], Any],
         retries: int,
         on_episode: Callable[[Episode], None] | None,
     ) -> None:
-        self.episodes = [new(number) for number in range(count)]
-        self.waiting = deque(range(count))
+        numbers = [index * group_size + member for index in share for member in range(group_size)]
+        self.episodes = {number: new(number) for number in numbers}
+        self.waiting = deque(numbers)
         self.retried = 0
         self._new, self._make_env, self._on_episode = new, make_env, on_episode
-        self._retries = [retries] * count
+        self._retries = dict.fromkeys(numbers, retries)
         self._envs: list[Any] = []
+        self._group_size = group_size
 
     def next(self) -> tuple[int, Episode]:
         """Return the number of an episode that waits, and the episode with an environment."""
@@ -143,6 +162,13 @@ class _Queue:
             self.waiting.append(number)
         elif self._on_episode is not None:
             self._on_episode(episode)
+
+    def groups(self) -> list[Group]:
+        """Return the groups, in the order of their numbers' share."""
+        records = [episode.trajectory for episode in self.episodes.values() if episode.trajectory is not None]
+        assert len(records) == len(self.episodes), "an episode has not ended"
+        parts = (records[i : i + self._group_size] for i in range(0, len(records), self._group_size))
+        return [Group(part[0].task_id, part) for part in parts]
 
     def close(self) -> None:
         """Close all environments."""
@@ -170,12 +196,6 @@ def _seeds(phase: Phase, index: int, task_id: str, tasks: int, members: int) -> 
 def _draws(phase: Phase, index: int, episode: Episode) -> np.random.Generator:
     """The random numbers an episode is sampled with, keyed by what they are for."""
     return generator(phase.run_seed, "sampler", phase.purpose, phase.step, index, episode.task_id, episode.member)
-
-
-def _groups(task_ids: Sequence[str], group_size: int, episodes: Sequence[Episode]) -> list[Group]:
-    records = [episode.trajectory for episode in episodes if episode.trajectory is not None]
-    assert len(records) == len(episodes), "an episode has not ended"
-    return [Group(task_id, records[i * group_size : (i + 1) * group_size]) for i, task_id in enumerate(task_ids)]
 
 
 @contextmanager

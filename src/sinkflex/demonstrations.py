@@ -1,0 +1,66 @@
+"""What the warm start learns from: a scripted expert on the train tasks, and the texts of a new tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sinkflex.build import make_env
+from sinkflex.config import Config
+from sinkflex.policy.clerk import ClerkAgent
+from sinkflex.policy.sweep import SweepAgent
+from sinkflex.rollout.scripted import Agent, Dialogue, play
+from sinkflex.seeds import generator, seed_for
+from sinkflex.tasks.suites import scored_tasks, training_tasks
+
+
+def demonstrations(config: Config) -> list[Dialogue]:
+    """Let the scripted expert play the warm start's train tasks; the run's seed decides which and how."""
+    warmup, seed = config.warmup, config.run.seed
+    train = scored_tasks(config.env.domain, "train")
+    if warmup.demonstrations > len(train):
+        raise ValueError(f"warmup.demonstrations is {warmup.demonstrations}, but there are {len(train)} train tasks")
+    picks = generator(seed, "demonstrations").permutation(len(train))[: warmup.demonstrations]
+    env = make_env(config, offline=True)
+    agent = expert(config)
+    return [
+        play(env, agent, train[int(i)].task_id, seed_for(seed, "demonstration", int(i), repeat))
+        for i in picks
+        for repeat in range(warmup.repeats)
+    ]
+
+
+def expert(config: Config) -> Agent:
+    """Return the scripted expert of the recipe's domain; none of them reads the gold actions.
+
+    Raises:
+        ValueError: the domain has none.
+    """
+    env, warmup, seed = config.env, config.warmup, config.run.seed
+    if env.domain == "telecom":
+        return SweepAgent(seed, warmup.omit, warmup.forget, warmup.diagnose, warmup.shuffle, solo=env.solo)
+    if env.domain == "retail" and not env.solo:
+        return ClerkAgent(seed, warmup.omit)
+    where = f"{env.domain} in solo" if env.solo else env.domain
+    raise ValueError(f"warmup: there is no scripted expert for {where}; use --set warmup.steps=0")
+
+
+def corpus(config: Config) -> Iterator[str]:
+    """Yield the texts a new tokenizer is trained on: prompt, tools and demonstrations, or the train tasks' openings."""
+    env = make_env(config, offline=True)
+    yield env.policy
+    for tool in env.tools:
+        yield str(tool)
+    if config.warmup.steps:
+        dialogues = demonstrations(config)
+    else:
+        dialogues = [
+            Dialogue(t.task_id, 0, env.reset(seed=0, options={"task_id": t.task_id})[0], [], 0.0, {})
+            for t in training_tasks(config.env.domain, config.tasks.split)
+        ]
+    for dialogue in dialogues:
+        yield from (message.content for message in dialogue.opening)
+        for action, observation in dialogue.exchanges:
+            yield action.text or ""
+            for call in action.tool_calls:
+                yield f"{call.name} {dict(call.arguments)}".replace("'", '"')
+            yield from (message.content for message in observation)
