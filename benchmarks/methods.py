@@ -46,7 +46,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "seed": ("method.name=seed", "method.analyzer=rule"),
     "tara": ("method.name=tara",),
     "empo": EMPO,
-    "toolsrl": ("method.name=toolsrl", "method.tool_steps=7"),
+    "toolsrl": ("method.name=toolsrl", "method.tool_steps=5"),
     "uniform": ("tasks.sampling=uniform",),
     "naive": (*STEPO, "method.turn_weight=copy"),
     "stepo_dtac": (*STEPO, *DTAC),
@@ -64,8 +64,8 @@ DEFAULT = {
     "solo": ("start", "grpo", "shuffled", "tara", "empo", "toolsrl"),
 }
 MODES = ("dual", "solo")
-# Alone, a remedy that was not needed costs a turn more.
-SOLO = ("env.solo=true", "env.max_turns=24", "rollout.max_tokens=1536")
+# Alone, a remedy that was not needed costs a turn more, and ten steps leave room above plain GRPO.
+SOLO = ("env.solo=true", "env.max_turns=24", "rollout.max_tokens=1536", "train.steps=10")
 
 
 def run_arm(arm: str, mode: str, seed: int, folder: Path, extra: list[str]) -> dict[str, Any]:
@@ -73,8 +73,7 @@ def run_arm(arm: str, mode: str, seed: int, folder: Path, extra: list[str]) -> d
     started = time.time()
     directory = folder / f"{arm}_{mode}_{seed}"
     start = [f"model.path={warm_start(mode, seed, folder)}", "warmup.steps=0"]
-    changes = [*start, *ARMS[arm], *fixed(mode, seed, extra), f"run.directory={directory}"]
-    config = load_config(RECIPE, changes)
+    config = load_config(RECIPE, [*changes(arm, mode, seed, extra), *start, f"run.directory={directory}"])
     train(config)
     seconds = time.time() - started
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -112,6 +111,11 @@ def fixed(mode: str, seed: int, extra: list[str]) -> list[str]:
     """Return what all arms of a seed and mode change in the recipe."""
     alone = SOLO if mode == "solo" else ()
     return [*alone, *extra, f"run.seed={seed}", "run.threads=1", 'log.writers=["jsonl"]']
+
+
+def changes(arm: str, mode: str, seed: int, extra: list[str]) -> list[str]:
+    """Return what an arm changes in the recipe; the later ones count."""
+    return [*fixed(mode, seed, extra), *ARMS[arm]]
 
 
 def pairs(arms: list[str] | None, modes: list[str]) -> list[tuple[str, str]]:
