@@ -39,7 +39,7 @@ def main() -> None:
         def look() -> bool:
             """Called after every step; never stops the run."""
             step = sum(1 for _ in (Path(folder) / "metrics.jsonl").open()) - config.warmup.steps - 1
-            if step % max(1, options.steps // 100) == 0:
+            if step > 0 and step % max(1, options.steps // 100) == 0:
                 rows.append({"step": step, "resident_bytes": resident_bytes(), "descriptors": descriptors()})
             return False
 
