@@ -117,12 +117,13 @@ def evaluate(
 ) -> Any:
     """Score a run, a model or recorded episodes, with the floors beside it; or compare two of them."""
     from sinkflex.recipe import config_of
+    from sinkflex.tasks.suites import in_suite
     from sinkflex.trajectory import require_writable
 
     if save is not None:
         require_writable(save)
     # Suite and split go through the config, which checks one against the other.
-    chosen = [*(overrides or []), *(_of_suite(suite) if suite else ()), f"validation.split={split or 'test'}"]
+    chosen = [*(overrides or []), *(in_suite(suite) if suite else ()), f"validation.split={split or 'test'}"]
     config = config_of(source, recipe, chosen)
     # Both meet the same users.
     chosen += [f"run.seed={config.run.seed}"] if config else []
@@ -207,6 +208,12 @@ def bench_step(
 def bench_update(as_json: AsJson = False, debug: Debug = False) -> Any:
     """Measure a learner update of the main job's policy: eager and ours."""
     return _bench("update", as_json)
+
+
+@command(bench_app, "packing")
+def bench_packing(as_json: AsJson = False, debug: Debug = False) -> Any:
+    """Measure an update of a group with the full policy in its prompt, rows alone and in one forest."""
+    return _bench("packing", as_json)
 
 
 @command(bench_app, "rollout")
@@ -305,15 +312,6 @@ def _train(recipe: Path, overrides: list[str], profile: bool = False) -> dict[st
 
         print(profile_of(run), file=sys.stderr)
     return {"run": str(run.directory), "step": run.step}
-
-
-def _of_suite(suite: str) -> list[str]:
-    """Return the overrides that put another suite into a recipe."""
-    from sinkflex.config import SPLITS
-    from sinkflex.tasks.suites import domain_of
-
-    domain = domain_of(suite)
-    return [f"env.domain={domain}", f"tasks.split={next(iter(SPLITS[domain]))}", "validation.extra=[]"]
 
 
 def _bench(name: str, as_json: bool, **options: Any) -> Any:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from sinkflex.attention.sink import kept_attention
-from sinkflex.bench import attention, cell, step, update
+from sinkflex.bench import attention, cell, packing, rollout, step, update
 from sinkflex.bench.chart import log_chart
 from sinkflex.learner import checkpointing
+from sinkflex.train import train
+from tests.test_train import config
 
 
 def test_a_cell_runs_in_its_own_process_and_saves_linear_memory() -> None:
@@ -147,3 +150,40 @@ def test_a_chart_is_well_formed_and_names_its_lines() -> None:
     texts = [element.text for element in root.iter() if element.tag.endswith("text")]
     ElementTree.fromstring(log_chart("nothing measured", "tokens", "MB", {"ours": []}))
     assert {"a < b", "tokens", "MB", "ours", "eager", "1024", "2048"} <= set(texts) and "none" not in texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("domain", ["telecom", "retail"])
+def test_a_group_with_the_full_policy_has_one_gradient_however_it_is_packed(
+    domain: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MEMBERS", 3)
+    alone, forest = (
+        {"part": "group", "domain": domain, "rows": rows}
+        | packing.measure({"part": "group", "domain": domain, "rows": rows})
+        for rows in ("alone", "forest")
+    )
+    assert alone["gradient_norm"] == pytest.approx(forest["gradient_norm"], rel=1e-5)
+    assert alone["tokens"] / forest["tokens"] > 1.5 and forest["tokens"] > 3000, "the policy is most of the prompt"
+    assert "times fewer tokens" in packing.table([alone, forest])
+
+
+def test_ways_to_sample_differ_in_their_work_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(config(tmp_path / "run", "train.steps=1"))
+    monkeypatch.setattr(rollout, "ROUNDS", 1)
+    cells: list[cell.Row] = [{"part": "episodes", "way": way, "run": str(tmp_path / "run")} for way in rollout.WAYS]
+    anew, cache, drafts = rows = [row | rollout.measure(row) for row in cells]
+    assert anew["sampled"] == cache["sampled"] == drafts["sampled"] and anew["reward"] == drafts["reward"]
+    assert anew["copied"] == 0 < cache["copied"] and anew["prefilled"] > cache["prefilled"]
+    assert cache["rejected"] == anew["rejected"] == 0 and drafts["passes"] <= cache["passes"]
+    assert len(rollout.table(rows).splitlines()) == 4
+
+
+def test_a_late_turn_costs_what_an_early_one_costs_with_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "TALKS", 2)
+    cells: list[cell.Row] = [{"part": "growth", "way": way} for way in rollout.WAYS[:2]]
+    rows = [row | rollout.measure(row) for row in cells]
+    assert all(len(row["per_token"]) == rollout.TURNS for row in rows)
+    anew, cache = (sum(row["per_token"][-4:]) / sum(row["per_token"][:4]) for row in rows)
+    assert cache < anew, "without a cache each turn computes all that came before"
+    assert "turn 20 against turn 2" in rollout.table(rows) and rollout.plot(rows).startswith("<svg")

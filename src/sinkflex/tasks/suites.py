@@ -27,6 +27,12 @@ HELD_OUT_TASKS = 200
 OPENINGS = "sealed.jsonl"
 
 
+def in_suite(suite: str) -> list[str]:
+    """Return the overrides that put another suite into a recipe."""
+    domain = domain_of(suite)
+    return [f"env.domain={domain}", f"tasks.split={next(iter(SPLITS[domain]))}", "validation.extra=[]"]
+
+
 def domain_of(suite: str) -> str:
     """Return the domain of a suite's name: "retail" of "tau2/retail".
 
