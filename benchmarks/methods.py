@@ -129,22 +129,27 @@ def episodes_to_reach(row: dict[str, Any], score: float) -> int | None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return held-out scores, and differences to grpo of the same seed and mode, as Markdown."""
-    lines = ["| mode | arm | seeds | held out | to grpo | 95% interval | episodes to grpo's end |", "| --- " * 7 + "|"]
+    """Return held-out scores, and differences to grpo of the same seed and mode, as Markdown.
+
+    Intervals are over seeds; that of one seed is over its tasks, and that of a difference needs two.
+    """
+    lines = ["| mode | arm | seeds | held out | to grpo | episodes to grpo's end |", "| --- " * 6 + "|"]
     plain = {(row["mode"], row["seed"]): row for row in rows if row["arm"] == "grpo"}
-    for mode in MODES:
-        for arm in ARMS:
-            found = [row for row in rows if (row["arm"], row["mode"]) == (arm, mode)]
-            pairs = [(row, plain[mode, row["seed"]]) for row in found if (mode, row["seed"]) in plain]
-            if not found:
-                continue
-            gains = [row["held_out"] - base["held_out"] for row, base in pairs]
-            interval = "{:+.3f} to {:+.3f}".format(*bootstrap_interval(gains)) if len(gains) > 1 else ""
-            reached = [episodes_to_reach(row, base["curve"][-1][1]) for row, base in pairs]
-            shown = ", ".join("never" if n is None else str(n) for n in reached)
-            mean = np.mean([row["held_out"] for row in found])
-            gain = f"{np.mean(gains):+.3f}" if gains else ""
-            lines.append(f"| {mode} | {arm} | {len(found)} | {mean:.3f} | {gain} | {interval} | {shown} |")
+    for mode, arm in ((mode, arm) for mode in MODES for arm in ARMS):
+        found = [row for row in rows if (row["arm"], row["mode"]) == (arm, mode)]
+        pairs = [(row, plain[mode, row["seed"]]) for row in found if (mode, row["seed"]) in plain]
+        if not found:
+            continue
+        scores = [row["held_out"] for row in found]
+        held_out = f"{np.mean(scores):.3f} ({{:.3f}} to {{:.3f}})"
+        held_out = held_out.format(*(bootstrap_interval(scores) if len(scores) > 1 else found[0]["interval"]))
+        gains = [row["held_out"] - base["held_out"] for row, base in pairs]
+        gain = f"{np.mean(gains):+.3f}" if gains else ""
+        if len(gains) > 1:
+            gain += " ({:+.3f} to {:+.3f})".format(*bootstrap_interval(gains))
+        reached = [episodes_to_reach(row, base["curve"][-1][1]) for row, base in pairs]
+        shown = ", ".join("never" if n is None else str(n) for n in reached)
+        lines.append(f"| {mode} | {arm} | {len(found)} | {held_out} | {gain} | {shown} |")
     for row in rows[:1]:
         lines += ["", f"Floors: {json.dumps(row['floors'])}. {row['about']}."]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -11,10 +12,12 @@ import pytest
 from sinkflex.methods.method import METHODS, build_method
 from sinkflex.recipe import load_config
 
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
 
 def script(name: str) -> ModuleType:
     """Load a script of benchmarks/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "benchmarks" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -45,14 +48,30 @@ def test_by_default_every_method_runs_beside_grpo_and_the_control() -> None:
 def test_a_table_pairs_each_arm_with_grpo_of_its_seed_and_says_when_it_got_there() -> None:
     def row(arm: str, seed: int, held_out: float, curve: list[list[float]]) -> dict[str, object]:
         about = {"floors": {"do_nothing": 0.0}, "about": "scripted user", "episodes_a_step": 48}
-        return {"arm": arm, "mode": "dual", "seed": seed, "held_out": held_out, "curve": curve, **about}
+        return {
+            "arm": arm,
+            "mode": "dual",
+            "seed": seed,
+            "held_out": held_out,
+            "interval": [0.1, 0.9],
+            "curve": curve,
+            **about,
+        }
 
     rows = [row("grpo", s, 0.4 + s / 10, [[0, 0.3], [4, 0.4], [8, 0.5]]) for s in (0, 1)]
     rows += [row("dtac", s, 0.5 + s / 10, [[0, 0.3], [4, 0.5], [8, 0.4]]) for s in (0, 1)]
     rows += [row("gspo", 0, 0.3, [[0, 0.3], [8, 0.4]])]
     text = comparison.table(rows)
-    assert "| dual | dtac | 2 | 0.550 | +0.100 | +0.100 to +0.100 | 192, 192 |" in text
-    assert "| dual | gspo | 1 | 0.300 | -0.100 |  | never |" in text
+    assert "| dual | dtac | 2 | 0.550 (0.500 to 0.600) | +0.100 (+0.100 to +0.100) | 192, 192 |" in text
+    assert "| dual | gspo | 1 | 0.300 (0.100 to 0.900) | -0.100 | never |" in text
+
+
+def test_the_results_are_those_of_the_recorded_rows() -> None:
+    docs = SCRIPTS.parent / "docs"
+    rows = [json.loads(line) for line in (docs / "methods.jsonl").read_text("utf-8").splitlines()]
+    assert comparison.table(rows) in (docs / "results.md").read_text("utf-8")
+    assert len({(row["arm"], row["mode"], row["seed"]) for row in rows}) == len(rows)
+    assert {tuple(row["floors"].items()) for row in rows if row["mode"] == "dual"} == {tuple(rows[0]["floors"].items())}
 
 
 def test_a_score_is_compared_with_the_real_reward_over_eight_checkpoints_at_least() -> None:

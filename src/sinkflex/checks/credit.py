@@ -67,7 +67,8 @@ def engine_noise(subject: Subject) -> str:
             raise Broken(
                 f"episodes of {tokens} tokens count {weight:.2f} of what they should",
                 "A weight is multiplied up over the tokens (average its log over a trajectory, as method.correction "
-                '= "trajectory_mask" does), or the clip range is narrower than the noise (method.clip_low, clip_high).',
+                '= "trajectory_mask" does), or the clip range is narrower than the noise (method.clip_low, clip_high), '
+                "which any method.correction takes out of the ratio.",
             )
         found.append(f"{tokens} tokens: {weight:.3f}")
     return "mean weight at " + ", ".join(found)
