@@ -94,7 +94,6 @@ def make_sampler(config: Config, policy: Policy, chat: Chat) -> Sampler:
         slots=rollouts.slots,
         max_tokens=rollouts.max_tokens,
         max_turn_tokens=rollouts.max_turn_tokens,
-        draft_tokens=rollouts.draft_tokens,
     )
 
 

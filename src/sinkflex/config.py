@@ -238,8 +238,6 @@ class RolloutConfig(Section):
     """Tokens of a whole episode, prompt included; beyond it the episode is truncated."""
     processes: Count = 1
     """Copies of the process that play groups at once, one thread each (CPU, Linux; elsewhere the run plays alone)."""
-    draft_tokens: CountOrZero = 24
-    """Longest guess of what a turn says next, checked in one pass; it changes speed, not what is sampled. 0: none."""
     retries: CountOrZero = 2
     """Further attempts at an episode that a fault ended, each from its start with the same seeds."""
     invalid_limit: Fraction = 0.5

@@ -48,9 +48,6 @@ METRICS: dict[str, Metric] = {
     "tasks/infeasible_recognized": Metric(
         "fraction", "episodes of infeasible tasks that say so and change nothing (DTAC)"
     ),
-    "tasks/infeasible_recognized": Metric(
-        "fraction", "episodes of infeasible tasks that say so and change nothing (DTAC)"
-    ),
     "tasks/stored": Metric("episodes", "successes that may still be replayed (DTAC)"),
     "tasks/left_out": Metric("tasks", "tasks left out since their pass rate is outside `tasks.pass_band`"),
     "learner/loss": Metric("loss", "of the method, summed over the step's mini-batches"),

@@ -142,7 +142,6 @@ class _Policy:
 
     def __init__(self, source: Path, way: str, slots: int = 0) -> None:
         changes = ["run.threads=1", *([f"rollout.slots={slots}"] if slots else [])]
-        changes += ["rollout.draft_tokens=0"] if way != WAYS[2] else []
         self.config = config = load_config(source / "config.toml", changes)
         set_up_torch(config)
         policy, _ = open_policy(config, source)
@@ -151,6 +150,8 @@ class _Policy:
         self.sampler = make_sampler(config, policy, self.chat)
         if way == WAYS[0]:
             self.sampler.__class__ = Forgetful
+        if way != WAYS[2]:
+            self.sampler.drafts.limit = 0
         suite = training_tasks(config.env.domain, config.tasks.split, config.tasks.exclude, config.env.solo)
         self.tasks = TaskSampler(suite, config.tasks, config.run.seed)
         self.shares = 0
