@@ -1,7 +1,9 @@
-"""The main job over seeds, with its controls. Appends a row an arm and seed; run it again to continue where it stopped.
+"""A recipe over seeds, with its controls: the main job, or another. Appends a row an arm and seed; run it again to
+continue where it stopped.
 
-    python benchmarks/telecom.py --seeds 0 1 2 --out runs/telecom.jsonl
-    python benchmarks/telecom.py --table --out runs/telecom.jsonl
+    python benchmarks/seeds.py --seeds 0 1 2
+    python benchmarks/seeds.py --table
+    python benchmarks/seeds.py --recipe recipes/retail_cpu.toml --arms grpo shuffled
 
 Arms: `grpo` is the recipe; `shuffled` gives the rewards of each group to random members, which must teach nothing;
 `supervised` spends the wall time of grpo's run of the same seed on the warm start alone, with the same demonstrations.
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkflex import checkpoint
+from sinkflex.config import SPLITS
 from sinkflex.evaluate import evaluate, play
 from sinkflex.recipe import load_config
 from sinkflex.train import train
@@ -39,11 +42,13 @@ def overrides_of(arm: str, seed: int, rows: list[dict[str, Any]]) -> list[str]:
     return []
 
 
-def run_arm(arm: str, seed: int, rows: list[dict[str, Any]], folder: Path, extra: list[str]) -> dict[str, Any]:
-    """Train one arm and score it."""
+def run_arm(
+    recipe: Path, arm: str, seed: int, rows: list[dict[str, Any]], folder: Path, extra: list[str]
+) -> dict[str, Any]:
+    """Train one arm and score it on the test tasks, and on the held-out tasks where the domain has them."""
     directory = folder / f"{arm}_{seed}"
     config = load_config(
-        RECIPE, [*extra, *overrides_of(arm, seed, rows), f"run.seed={seed}", f"run.directory={directory}"]
+        recipe, [*extra, *overrides_of(arm, seed, rows), f"run.seed={seed}", f"run.directory={directory}"]
     )
     started = time.time()
     train(config)
@@ -55,7 +60,8 @@ def run_arm(arm: str, seed: int, rows: list[dict[str, Any]], folder: Path, extra
     assert newest is not None, "train leaves one"
     last = newest.path / "model"
     four = evaluate(play(config, last, "test", trials=4, temperature=1.0))
-    held_out = evaluate(play(config, last, "held_out"))
+    one = evaluate(play(config, last, "test"))
+    held_out = evaluate(play(config, last, "held_out")) if "held_out" in SPLITS[config.env.domain] else None
     warmup_seconds = seconds - sum(
         t.get("timing/step_seconds", 0) + t.get("timing/validation_seconds", 0) for t in timing
     )
@@ -64,13 +70,13 @@ def run_arm(arm: str, seed: int, rows: list[dict[str, Any]], folder: Path, extra
         "seed": seed,
         "warm_start": scored[0]["validation/mean@1"],
         "test": scored[-1]["validation/mean@1"],
+        "test_interval": one["interval"],
         "curve": [[r["step"], r["validation/mean@1"]] for r in scored],
         "test_4_trials": four["mean@1"],
         "test_4_trials_interval": four["interval"],
         "test_pass^4": four["pass^k"].get(4),
-        "held_out": held_out["mean@1"],
-        "held_out_interval": held_out["interval"],
-        "floors": {"test": four["floors"], "held_out": held_out["floors"]},
+        **({"held_out": held_out["mean@1"], "held_out_interval": held_out["interval"]} if held_out else {}),
+        "floors": {"test": four["floors"], **({"held_out": held_out["floors"]} if held_out else {})},
         "seconds": seconds,
         "warmup_seconds": warmup_seconds,
         "warmup_steps": config.warmup.steps,
@@ -85,8 +91,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for arm in ARMS:
         of_arm = [row for row in rows if row["arm"] == arm]
         if of_arm:
-            columns = [[row[name] for row in of_arm] for name in SCORES]
-            cells = [f"{statistics.median(c):.3f} ({min(c):.3f} to {max(c):.3f})" for c in columns]
+            columns = [[row[name] for row in of_arm if name in row] for name in SCORES]
+            cells = [f"{statistics.median(c):.3f} ({min(c):.3f} to {max(c):.3f})" if c else "" for c in columns]
             minutes = statistics.median(row["seconds"] / 60 for row in of_arm)
             lines.append(f"| {arm} | {len(of_arm)} | " + " | ".join(cells) + f" | {minutes:.1f} |")
     for row in rows[:1]:
@@ -131,13 +137,15 @@ def plot(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Run what is missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["grpo"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=Path("runs/telecom.jsonl"))
+    parser.add_argument("--out", type=Path, help="runs/NAME OF THE RECIPE.jsonl if left out")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--table", action="store_true", help="print the table of what is there")
     parser.add_argument("--plot", type=Path, help="write the curves as an SVG picture")
     arguments = parser.parse_args()
+    arguments.out = arguments.out or Path("runs") / f"{arguments.recipe.stem}.jsonl"
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
 
     def rows() -> list[dict[str, Any]]:
@@ -147,7 +155,7 @@ def main() -> None:
         for arm in sorted(arguments.arms, key=ARMS.index):
             for seed in arguments.seeds:
                 if not any((row["arm"], row["seed"]) == (arm, seed) for row in rows()):
-                    row = run_arm(arm, seed, rows(), arguments.out.with_suffix(""), arguments.set)
+                    row = run_arm(arguments.recipe, arm, seed, rows(), arguments.out.with_suffix(""), arguments.set)
                     with arguments.out.open("a") as file:
                         file.write(json.dumps(row) + "\n")
     print(table(rows()))
