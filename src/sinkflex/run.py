@@ -94,7 +94,10 @@ class Run:
 
         def play_share(share: Sequence[int]) -> tuple[list[Group], dict[str, float]]:
             sampler, method, before = self.sampler, self.method, pickle.dumps(self.method.state_dict())
-            played = rollout(task_ids, group_size, make, self.chat, sampler, phase, count, method, retries, share)
+            order = self.config.run.deterministic
+            played = rollout(
+                task_ids, group_size, make, self.chat, sampler, phase, count, method, retries, share, order
+            )
             if len(shares) > 1 and pickle.dumps(method.state_dict()) != before:
                 raise ValueError(
                     f"method {self.config.method.name} changes its state while it acts, which would be lost in a copy "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Generator, Mapping
+from functools import partial
 from types import coroutine
 from typing import Any
 
@@ -10,6 +11,7 @@ from sinkflex.envs.env import Action, EnvironmentFault, Message, StopReason
 from sinkflex.methods.hooks import Decision, Proposal, RolloutHooks, TaskFacts, TurnState
 from sinkflex.policy.chat import Chat, assistant_message
 from sinkflex.policy.sampler import Sampled
+from sinkflex.rollout.calls import Steps, complete
 from sinkflex.trajectory import Outcome, Trajectory, Turn
 
 
@@ -65,8 +67,22 @@ class Episode:
 
     def begin(self) -> list[int] | None:
         """Reset the environment and return the prompt, or None if a fault ended the episode at once."""
+        return complete(self.beginning())
+
+    def advance(self, sampled: Sampled) -> tuple[list[int], bool] | None:
+        """Act on a sampled turn.
+
+        Returns:
+            (ids, forks): the ids to go on with, and whether they replace the whole conversation; None at the end,
+            when `trajectory` is set.
+        """
+        return complete(self.advancing(sampled))
+
+    def beginning(self) -> Steps:
+        """Do what `begin` does, and yield the calls of the environment instead of making them."""
         try:
-            observation, self._info = self.env.reset(seed=self.seed, options={"task_id": self.task_id})
+            reset = partial(self.env.reset, seed=self.seed, options={"task_id": self.task_id})
+            observation, self._info = yield reset
         except EnvironmentFault as fault:
             self._info = fault.info
             self._finish(fault.stop_reason, None, fault.info, str(fault))
@@ -78,19 +94,14 @@ class Episode:
         self._ask(ids, forks=False)
         return ids
 
-    def advance(self, sampled: Sampled) -> tuple[list[int], bool] | None:
-        """Act on a sampled turn.
-
-        Returns:
-            (ids, forks): the ids to go on with, and whether they replace the whole conversation; None at the end,
-            when `trajectory` is set.
-        """
+    def advancing(self, sampled: Sampled) -> Steps:
+        """Do what `advance` does, and yield the calls of the environment instead of making them."""
         assert self._acting is not None
         action = self.chat.parse(sampled.ids, sampled.finish, self._conversation)
         try:
             self._acting.send(Proposal(sampled.ids, sampled.logprobs, sampled.finish, action))
         except StopIteration as decided:
-            return self._carry_out(decided.value)
+            return (yield from self._carry_out(decided.value))
         return self._conversation, True  # the method wants another proposal for the same turn
 
     def _ask(self, ids: list[int], forks: bool) -> tuple[list[int], bool]:
@@ -100,7 +111,7 @@ class Episode:
         self._acting.send(None)
         return self._next
 
-    def _carry_out(self, decision: Decision) -> tuple[list[int], bool] | None:
+    def _carry_out(self, decision: Decision) -> Steps:
         """Do what was decided and return what to go on with, or None at the end."""
         sampled, (prompt, forks) = decision.sampled, self._next
         turn = Turn(
@@ -115,11 +126,11 @@ class Episode:
         )
         self._turns.append(turn)
         if decision.stop_reason is not None:
-            self._cut_off(decision.stop_reason, {})
+            yield from self._cut_off(decision.stop_reason, {})
             return None
         action = decision.executed or sampled.action
         try:
-            observation, reward, terminated, truncated, info = self.env.step(action)
+            observation, reward, terminated, truncated, info = yield partial(self.env.step, action)
         except EnvironmentFault as fault:
             self._finish(fault.stop_reason, None, fault.info, str(fault))
             return None
@@ -132,7 +143,7 @@ class Episode:
         ids, forks = self._go_on(turn, action)
         self._conversation = list(ids) if forks else self._conversation + turn.action_ids + ids
         if len(self._conversation) >= self._max_tokens:
-            self._cut_off(StopReason.MAX_TOKENS, info)
+            yield from self._cut_off(StopReason.MAX_TOKENS, info)
             return None
         return self._ask(ids, forks)
 
@@ -153,11 +164,11 @@ class Episode:
     def _task(self) -> TaskFacts:
         return TaskFacts(self._info.get("domain", ""), self.task_id, self._info.get("tags", {}))
 
-    def _cut_off(self, reason: StopReason, info: Mapping[str, Any]) -> None:
+    def _cut_off(self, reason: StopReason, info: Mapping[str, Any]) -> Steps:
         """End the episode by a limit that the environment does not know of; it tells what had been reached."""
         truncate = getattr(self.env, "truncate", None)  # optional in the contract
         try:
-            last = truncate(reason) if truncate else info
+            last = (yield partial(truncate, reason)) if truncate else info
         except EnvironmentFault as fault:
             self._finish(fault.stop_reason, None, fault.info, str(fault))
         else:

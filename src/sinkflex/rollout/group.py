@@ -14,6 +14,7 @@ import numpy as np
 from sinkflex.methods.hooks import RolloutHooks
 from sinkflex.policy.chat import Chat
 from sinkflex.policy.sampler import Sampled, Sampler, Stream
+from sinkflex.rollout.calls import Calls, Steps
 from sinkflex.rollout.episode import Episode
 from sinkflex.seeds import generator, seed_for
 from sinkflex.trajectory import Group
@@ -59,6 +60,7 @@ def rollout(
     hooks: RolloutHooks | None = None,
     retries: int = 0,
     share: Sequence[int] | None = None,
+    in_order: bool = True,
 ) -> tuple[list[Group], dict[str, float]]:
     """Roll out `group_size` episodes of every task and return the groups in the order of `task_ids`.
 
@@ -73,6 +75,7 @@ def rollout(
         retries: how often an episode that a fault ended starts again, after those that wait. It keeps its seeds and
             random numbers: other draws would let the fault choose what is sampled.
         share: places in `task_ids` of the groups to play; all if left out. The others change nothing in these.
+        in_order: who waits for a server goes on in rounds, so that equal answers give equal bits.
 
     Returns:
         The groups, and facts: seconds in "environment" and "sampler", the sampler's tokens (COUNTS), "retried" ones.
@@ -89,22 +92,15 @@ def rollout(
         return Episode(None, chat, *who, sampler.max_tokens, phase.policy_version, hooks, phase.kind)
 
     queue = _Queue(new, range(len(task_ids)) if share is None else share, group_size, make_env, retries, on_episode)
-    running: dict[Stream, int] = {}
-    while queue.waiting or running:
-        with _timed(facts, "environment"):
-            while queue.waiting and sampler.free:
-                number, episode = queue.next()
-                prompt = episode.begin()
-                if prompt is None:
-                    queue.retire(number)
-                else:
-                    running[sampler.open(prompt, _draws(phase, number // group_size, episode))] = number
-        with _timed(facts, "sampler"):
-            finished = sampler.tick()
-        with _timed(facts, "environment"):
-            for sampled in finished:
-                if _advance(queue.episodes[running[sampled.stream]], sampled, sampler):
-                    queue.retire(running.pop(sampled.stream))
+    talks = _Talks(queue, sampler, lambda number, episode: _draws(phase, number // group_size, episode), in_order)
+    with talks.calls:
+        while queue.waiting or talks:
+            with _timed(facts, "environment"):
+                talks.begin()
+            with _timed(facts, "sampler"):
+                finished = sampler.tick()
+            with _timed(facts, "environment"):
+                talks.act(finished)
     queue.close()
     facts |= {name: getattr(sampler, name) - before for name, before in counted.items()}
     return queue.groups(), {**facts, "retried": queue.retried}
@@ -176,15 +172,62 @@ class _Queue:
             env.close()
 
 
-def _advance(episode: Episode, sampled: Sampled, sampler: Sampler) -> bool:
-    """Act on a sampled turn and ask for the next one; True if the episode has ended."""
-    reply = episode.advance(sampled)
-    if reply is None:
-        sampler.close(sampled.stream)
-        return True
-    ids, forks = reply
-    (sampler.restart if forks else sampler.extend)(sampled.stream, ids)
-    return False
+class _Talks:
+    """The episodes under way: the sampler's conversation of each, and the calls they wait for."""
+
+    def __init__(
+        self,
+        queue: _Queue,
+        sampler: Sampler,
+        draws: Callable[[int, Episode], np.random.Generator],
+        in_order: bool,
+    ) -> None:
+        self.calls = Calls()
+        self._queue, self._sampler, self._draws = queue, sampler, draws
+        # In order, those who wait for something outside go on together, when nobody else can.
+        self._late, self._awaited = ("none", "all") if in_order else ("ended", "first")
+        self._beginning: set[int] = set()
+        self._streams: dict[int, Stream] = {}
+        self._numbers: dict[Stream, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._streams or self.calls)
+
+    def begin(self) -> None:
+        """Take up what environments said, begin as many episodes as there is room for, and wait if nobody can go on."""
+        self._settle(self._late)
+        while self._queue.waiting and self._sampler.free > len(self._beginning):
+            number, episode = self._queue.next()
+            self._beginning.add(number)
+            self._start(number, episode.beginning())
+        busy = any(stream.sampling for stream in self._numbers)
+        self._settle(self._late if busy else self._awaited)
+
+    def act(self, finished: Sequence[Sampled]) -> None:
+        """Let episodes act on their sampled turns."""
+        for sampled in finished:
+            number = self._numbers[sampled.stream]
+            self._start(number, self._queue.episodes[number].advancing(sampled))
+
+    def _start(self, number: int, steps: Steps) -> None:
+        self.calls.start(number, steps, getattr(self._queue.episodes[number].env, "waits", False))
+
+    def _settle(self, threads: str) -> None:
+        """Take up what environments said: the next turn is sampled, or the episode has ended."""
+        for number, reply in self.calls.finished(threads):
+            self._beginning.discard(number)
+            stream = self._streams.get(number)
+            if reply is None:
+                if stream is not None:
+                    self._sampler.close(stream)
+                    del self._streams[number], self._numbers[stream]
+                self._queue.retire(number)
+            elif stream is None:
+                stream = self._sampler.open(reply, self._draws(number, self._queue.episodes[number]))
+                self._streams[number], self._numbers[stream] = stream, number
+            else:
+                ids, forks = reply
+                (self._sampler.restart if forks else self._sampler.extend)(stream, ids)
 
 
 def _seeds(phase: Phase, index: int, task_id: str, tasks: int, members: int) -> list[int]:

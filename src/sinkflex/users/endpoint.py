@@ -44,6 +44,7 @@ class EndpointUser:
     """
 
     kind = "endpoint"
+    waits = True  # conversations wait for the server at the same time
 
     def __init__(self, server: ChatServer, parameters: Mapping[str, Any] | None = None) -> None:
         self.server = server

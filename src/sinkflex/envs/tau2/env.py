@@ -74,6 +74,11 @@ class Tau2Env(gymnasium.Env[tuple[Message, ...], Action]):
         return actions.agent_tools(self.domain, self.solo)
 
     @property
+    def waits(self) -> bool:
+        """Whether calls wait for a user outside, so that those of several environments may run in threads at once."""
+        return not self.solo and getattr(self.user, "waits", False)
+
+    @property
     def policy(self) -> str:
         """The system text."""
         return policies.policy(self.domain, self.solo, self.policy_text)
