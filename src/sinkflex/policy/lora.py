@@ -38,22 +38,23 @@ def adapt(model: PreTrainedModel, options: LoraConfig, base: Path, seed: int) ->
     Raises:
         ValueError: peft is not installed, or a target is no layer that can have an adapter.
     """
-    targets = list(options.targets)
-    config = _peft().LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
-        task_type="CAUSAL_LM",
-    )
     head = model.get_output_embeddings()
     layers = ((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head)
     linear = sorted({name.rpartition(".")[2] for name, _ in layers})
+    targets = list(options.targets)
     unknown = [name for name in targets if name.rpartition(".")[2] not in linear and name != "all-linear"]
     if unknown:
         hint = did_you_mean(unknown[0], linear)
         raise ValueError(
             f"model.lora.targets: {unknown[0]!r} is no inner linear layer.{hint} This model has {', '.join(linear)}."
         )
+    config = _peft().LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        # By name: peft's own "all-linear" counts the fused experts of some families among them.
+        target_modules=linear if targets == ["all-linear"] else targets,
+        task_type="CAUSAL_LM",
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         _inject(model, config, base)
@@ -171,6 +172,12 @@ def _inject(model: PreTrainedModel, config: Any, base: Path) -> None:
             _peft().inject_adapter_in_model(config, model, ADAPTER)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ValueError(f"model.lora: {str(error).strip().splitlines()[0]}") from error
+    if config.target_parameters:
+        found = ", ".join(sorted(config.target_parameters))
+        raise ValueError(
+            f"model.lora.targets: peft takes some of these names for fused experts ({found}), which have no adapters "
+            'here. Type model.lora.targets = ["q_proj", "k_proj", "v_proj", "o_proj"], or the names of this model.'
+        )
     if hasattr(model.get_output_embeddings(), "base_layer"):
         raise ValueError(f"model.path: the adapter of {base} changes the output layer too, which is not supported")
     if isinstance(config.target_modules, set):
