@@ -205,7 +205,7 @@ def the_loss_favors_the_first_rows(patch: Patch, subject: Subject) -> None:
     def fading(inputs: LossInputs, *_: Any) -> LossInputs:
         return replace(inputs, advantages=inputs.advantages * torch.linspace(1, 0, len(inputs.advantages)))
 
-    patch.setattr("sinkflex.learner.step.micro_batches", lambda rows, budget: [list(rows)])
+    patch.setattr("sinkflex.learner.step.micro_batches", lambda rows, budget, parts=1: [list(rows)])
     wrapped(patch, Learner, "loss_inputs", fading)
 
 

@@ -17,6 +17,7 @@ from sinkflex.methods.method import METHODS
 from sinkflex.policy.chat import Chat
 from sinkflex.policy.model import Policy
 from sinkflex.policy.sampler import Sampler
+from sinkflex.processes import processes
 from sinkflex.rollout.deadline import Nursery
 from sinkflex.rollout.remote import RemoteEnv, warm_up
 from sinkflex.users.configured import configured_user
@@ -39,7 +40,9 @@ def live_env(config: Config, workers: Nursery) -> Tau2Env | RemoteEnv:
         return RemoteEnv(workers, seconds, {}, own_environment, domain)
     env = make_env(config)
     known = {"domain": domain, "user": "none" if env.solo else make_user(env.user, domain).kind}
-    return RemoteEnv(workers, seconds, known, copy, env)
+    remote = RemoteEnv(workers, seconds, known, copy, env)
+    remote.waits = env.waits
+    return remote
 
 
 def make_env(config: Config, offline: bool = False) -> Tau2Env:
@@ -99,7 +102,8 @@ def make_sampler(config: Config, policy: Policy, chat: Chat) -> Sampler:
 
 def make_learner(config: Config, policy: Policy, options: LearnerConfig, updates: int) -> Learner:
     """Return a learner whose log-probs are those of the sampling temperature."""
-    return Learner(policy.model, options, updates * options.epochs, config.rollout.temperature)
+    copies = processes(config.run.processes, policy.model.device)
+    return Learner(policy.model, options, updates * options.epochs, config.rollout.temperature, copies)
 
 
 def set_up_torch(config: Config) -> None:

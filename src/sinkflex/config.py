@@ -63,6 +63,8 @@ class RunConfig(Section):
     """Where tensors live; auto takes a CUDA GPU if there is one."""
     threads: CountOrZero = 0
     """CPU threads of torch; 0 leaves the choice to torch."""
+    processes: Count = 1
+    """Copies of the process that share rollouts and updates, one thread each; more than 1 on Linux and CPU alone."""
     deterministic: bool = True
     """Same seed, same bits: deterministic kernels, and no wall-clock deadlines."""
 
@@ -236,8 +238,6 @@ class RolloutConfig(Section):
     """Tokens the policy may sample in one turn."""
     max_tokens: Count = 1536
     """Tokens of a whole episode, prompt included; beyond it the episode is truncated."""
-    processes: Count = 1
-    """Copies of the process that play groups at once, one thread each (CPU, Linux; elsewhere the run plays alone)."""
     retries: CountOrZero = 2
     """Further attempts at an episode that a fault ended, each from its start with the same seeds."""
     invalid_limit: Fraction = 0.5

@@ -44,9 +44,9 @@ def contradictions(config: Config) -> Iterator[tuple[bool, str]]:
         f"Type learner.mini_batches = {rollout.groups} or less.",
     )
     yield (
-        rollout.processes > 1 and config.env.deadline_seconds > 0,
-        f"rollout.processes = {rollout.processes} forks a process that has workers of its own, for "
-        f"env.deadline_seconds = {config.env.deadline_seconds:g}. Type rollout.processes = 1 or no deadline.",
+        config.run.processes > 1 and config.env.deadline_seconds > 0,
+        f"run.processes = {config.run.processes} forks a process that has workers of its own, for "
+        f"env.deadline_seconds = {config.env.deadline_seconds:g}. Type run.processes = 1 or no deadline.",
     )
     for key, seconds in (
         ("env.deadline_seconds", config.env.deadline_seconds),

@@ -23,14 +23,15 @@ from sinkflex.lock import free_directory, lock_directory
 from sinkflex.methods.method import Method, build_method
 from sinkflex.metrics import START, Metrics, open_metrics
 from sinkflex.policy.chat import Chat
+from sinkflex.policy.drafts import Drafts
 from sinkflex.policy.lora import twin
 from sinkflex.policy.model import Policy, continued_policy, load_policy, new_policy
 from sinkflex.policy.sampler import Sampler
+from sinkflex.processes import in_processes, processes, shares_of
 from sinkflex.provenance import provenance
 from sinkflex.recipe import dump_config
 from sinkflex.rollout.deadline import Nursery
 from sinkflex.rollout.group import Phase, gather, rollout
-from sinkflex.rollout.processes import in_processes, processes, shares_of
 from sinkflex.scores import summarize
 from sinkflex.tasks.sampling import TaskSampler
 from sinkflex.tasks.suites import infeasible_tasks, scored_tasks, training_tasks
@@ -48,6 +49,7 @@ class Run:
     Attributes:
         step: finished updates; -1 means that the warm start is still to come.
         unlogged: the record of a step whose validation is still to come.
+        before: at which point of the loop the latest rollouts began, and the drafts as they were then.
         workers: where environments live that have a deadline.
     """
 
@@ -65,6 +67,7 @@ class Run:
     step: int = -1
     unlogged: dict[str, float] | None = None
     saved_step: int = -1
+    before: tuple[tuple[int, bool], Drafts] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -72,6 +75,8 @@ class Run:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if isinstance(error, Outage) and (self.saved_step < self.step or self.unlogged is not None):
+                if self.before is not None:
+                    self.sampler.drafts = self.before[1]  # what an outage cut off leaves no trace
                 self.save()
         finally:
             self.metrics.close()
@@ -82,7 +87,10 @@ class Run:
         self, task_ids: list[str], group_size: int, purpose: str, temperature: float, trials: bool = False
     ) -> tuple[list[Group], dict[str, float]]:
         """Roll out groups with the current weights: siblings, or trials of a score."""
-        shares = shares_of(len(task_ids), processes(self.config.rollout.processes, self.sampler.device))
+        point = (self.step, self.unlogged is None)
+        if self.before is None or self.before[0] != point:
+            self.before = point, self.sampler.drafts.copy()
+        shares = shares_of(len(task_ids), processes(self.config.run.processes, self.sampler.device))
         done, episodes = [0], len(task_ids) * group_size
 
         def count(_: object) -> None:
@@ -93,7 +101,8 @@ class Run:
         make, retries = partial(live_env, self.config, self.workers), self.config.rollout.retries
 
         def play_share(share: Sequence[int]) -> tuple[list[Group], dict[str, float]]:
-            sampler, method, before = self.sampler, self.method, pickle.dumps(self.method.state_dict())
+            sampler, method = self.sampler, self.method
+            before = pickle.dumps(method.state_dict()) if len(shares) > 1 else b""
             order = self.config.run.deterministic
             played = rollout(
                 task_ids, group_size, make, self.chat, sampler, phase, count, method, retries, share, order
@@ -101,7 +110,7 @@ class Run:
             if len(shares) > 1 and pickle.dumps(method.state_dict()) != before:
                 raise ValueError(
                     f"method {self.config.method.name} changes its state while it acts, which would be lost in a copy "
-                    "of the process: type --set rollout.processes=1"
+                    "of the process: type --set run.processes=1"
                 )
             return played
 

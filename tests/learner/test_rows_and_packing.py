@@ -88,6 +88,18 @@ def test_every_row_is_a_path_of_the_forest_and_no_prefix_is_stored_twice(rows: l
     assert Plan(batch.subtree_end).position.tolist() == batch.position.tolist()
 
 
+def test_rows_for_several_processes_are_shared_out_evenly() -> None:
+    rows = [plain_row([1, 2, 3, *range(10 * i, 10 * i + 7)], i) for i in range(1, 13)]
+    alone = micro_batches(rows, 10_000)
+    assert len(alone) == 1
+    for parts in (2, 3, 4):
+        shared = micro_batches(rows, 10_000, parts)
+        sizes = [len(forest(part)) for part in shared]
+        assert len(sizes) == parts and max(sizes) <= len(forest(rows)) // parts + 10
+        assert sorted(id(row) for part in shared for row in part) == sorted(map(id, rows))
+    assert len(micro_batches(rows, 20, 2)) == len(micro_batches(rows, 20)), "the budget still holds"
+
+
 @given(ids, st.integers(1, 30))
 def test_micro_batches_hold_every_row_once_within_the_budget(rows: list[list[int]], budget: int) -> None:
     parts = micro_batches([plain_row(row, i // 2) for i, row in enumerate(rows)], budget)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,12 +52,17 @@ def some_rows(count: int = 8, seed: int = 0) -> list[Row]:
 
 
 def gradient(
-    rows: Sequence[Row], budget: int = 10_000, needs: Needs | None = None, checkpoint: bool = False, **options: object
+    rows: Sequence[Row],
+    budget: int = 10_000,
+    needs: Needs | None = None,
+    checkpoint: bool = False,
+    processes: int = 1,
+    **options: object,
 ) -> torch.Tensor:
     """Return the gradient of one update as one vector; the weights are thrown away."""
     model = copy.deepcopy(tiny_policy().model)
     config = LearnerConfig(micro_batch_tokens=budget, clip_norm=1e9, checkpoint_layers=checkpoint)
-    learner = Learner(model, config, 1, 1.0)
+    learner = Learner(model, config, 1, 1.0, processes)
     method = GRPO({"kl_coefficient": 0.0, **options}, 64)
     learner.update(rows, method.loss, needs or Needs(), method.options.count_zero_groups)
     return torch.cat([torch.empty(0), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)]).double()
@@ -318,3 +327,39 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change()
     with pytest.raises((FloatingPointError, AssertionError), match="not finite"):
         learner.update(rows, GRPO({"clip_high": 1e30}, 64).loss, Needs(), False)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="one process works where forks are not safe")
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("processes", [2, 3, 50])
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+def test_the_gradient_does_not_depend_on_how_many_processes_share_it(
+    aggregation: str, processes: int, budget: int
+) -> None:
+    needs = Needs(entropy=True, reference=tiny_policy().model)
+    options: dict[str, Any] = {"aggregation": aggregation, "entropy_coefficient": 0.01, "kl_coefficient": 0.1}
+    alone = gradient(some_rows(), needs=needs, **options)
+    shared = gradient(some_rows(), budget, needs, processes=processes, **options)
+    assert (shared - alone).norm() <= 1e-6 * alone.norm()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="one process works where forks are not safe")
+def test_an_update_by_several_processes_says_the_same_and_survives_the_death_of_one() -> None:
+    home, rows, method, said = os.getpid(), some_rows(), GRPO({}, 64), []
+
+    def deadly(inputs: LossInputs) -> Any:
+        if os.getpid() != home:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method.loss(inputs)
+
+    weights = []
+    for processes, loss in ((1, method.loss), (2, method.loss), (2, deadly)):
+        model = copy.deepcopy(tiny_policy().model)
+        learner = Learner(model, LearnerConfig(micro_batch_tokens=60), 1, 1.0, processes)
+        said.append(learner.update(rows, loss, Needs(), False))
+        weights.append(torch.cat([x.detach().flatten() for x in model.parameters()]))
+    for found in said[1:]:
+        assert found == pytest.approx(said[0], rel=1e-5)
+    assert torch.equal(weights[1], weights[2]) and torch.allclose(weights[0], weights[1], atol=1e-6)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)

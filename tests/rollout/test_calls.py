@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -121,3 +123,25 @@ def test_a_bug_of_an_environment_ends_the_rollout_and_leaves_no_thread(make: Any
     while any(thread.name.startswith("environment") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_environment_whose_iterator_runs_out_is_named_as_the_cause(waits: bool) -> None:
+    class Short(Talk):
+        def step(self, action: Action) -> tuple[tuple[Message, ...], float, bool, bool, dict[str, Any]]:
+            return next(iter(()))
+
+    Short.waits = waits
+    with pytest.raises(RuntimeError, match="an environment raised StopIteration"):
+        play(Short, ["a"])
+
+
+def test_a_process_ends_without_waiting_for_a_server() -> None:
+    program = (
+        "import threading\nfrom sinkflex.rollout.calls import Calls\n"
+        "def steps():\n    yield lambda: threading.Event().wait(60)\n"
+        "Calls().start(0, steps(), waits=True)\n"
+    )
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert time.monotonic() - started < 40

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -72,30 +73,35 @@ def forest(rows: Sequence[Row]) -> Batch:
     )
 
 
-def micro_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
+def micro_batches(rows: Sequence[Row], budget: int, parts: int = 1) -> list[list[Row]]:
     """Split rows into micro-batches of at most `budget` forest nodes, all rows of a trajectory together.
 
     Trajectories are taken in the order of their ids, so that shared prefixes fall into the same micro-batch. A
     trajectory larger than the budget gets a micro-batch of its own.
+
+    Args:
+        rows: rows of whole trajectories.
+        budget: nodes.
+        parts: how many processes want to work on them; rows that would fit into fewer micro-batches are shared out.
     """
     trajectories: dict[int, list[Row]] = {}
     for row in rows:
         trajectories.setdefault(row.trajectory_index, []).append(row)
     ordered = sorted(trajectories.values(), key=lambda t: t[0].token_ids.tolist())
+    sizes = [sum(map(len, of_trajectory)) for of_trajectory in ordered]
+    ids = [np.empty(0, np.int64), *(of_trajectory[0].token_ids for of_trajectory in ordered)]
+    added = [size - common_prefix(*pair) for size, pair in zip(sizes, pairwise(ids), strict=True)]
+    starts = np.cumsum(added) - added
+    part_of = (starts * parts // max(sum(added), 1)).tolist()
     batches: list[list[Row]] = []
-    used = 0
-    previous = np.empty(0, np.int64)
-    for of_trajectory in ordered:
-        ids = of_trajectory[0].token_ids
-        size = sum(map(len, of_trajectory))
-        new = size - common_prefix(previous, ids)
-        if batches and used + new <= budget:
+    used, current = 0, 0
+    for of_trajectory, size, new, part in zip(ordered, sizes, added, part_of, strict=True):
+        if batches and used + new <= budget and part == current:
             batches[-1] += of_trajectory
             used += new
         else:
             batches.append(list(of_trajectory))
-            used = size
-        previous = ids
+            used, current = size, part
     return batches
 
 

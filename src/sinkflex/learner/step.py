@@ -7,7 +7,8 @@ tokens divided by denominators of the whole mini-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from sinkflex.learner.checkpointing import checkpoint_layers
 from sinkflex.learner.logprobs import node_logprobs, row_logprobs, sampled_nodes
 from sinkflex.learner.losses import Counts, LossInputs, Sums
 from sinkflex.learner.packing import Batch, forest, micro_batches
+from sinkflex.processes import in_processes, shares_of
 from sinkflex.trajectory import Row
 
 Loss = Callable[[LossInputs], tuple[Tensor, Sums]]
@@ -51,13 +53,22 @@ class Learner:
         config: optimizer options.
         total_updates: optimizer updates of the whole stage, for the schedule.
         temperature: sampling temperature of the rows; log-probs are taken at it.
+        processes: copies of the process that share the micro-batches of an update.
     """
 
-    def __init__(self, model: PreTrainedModel, config: LearnerConfig, total_updates: int, temperature: float) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LearnerConfig,
+        total_updates: int,
+        temperature: float,
+        processes: int = 1,
+    ) -> None:
         self.model = model
         self.config = config
         self.total_updates = total_updates
         self.temperature = temperature
+        self.processes = processes
         self.updates = 0
         if config.checkpoint_layers:
             checkpoint_layers(model)
@@ -106,25 +117,44 @@ class Learner:
         if needs.reference is None and not needs.entropy:
             moving = {row.trajectory_index for row in rows if moves(row)}
             rows = [row for row in rows if row.trajectory_index in moving]
-        sums: dict[str, float] = {}
+        parts = micro_batches(rows, self.config.micro_batch_tokens, self.processes)
+        home = os.getpid()
+
+        def work(share: Sequence[int]) -> tuple[dict[str, float], list[Tensor | None]]:
+            copied = os.getpid() != home
+            if copied:
+                self.optimizer.zero_grad(set_to_none=True)
+            sums = self._accumulate([parts[i] for i in share], loss, needs, counts)
+            return sums, [x.grad for x in self.model.parameters()] if copied else []
+
         self.model.train(self.config.checkpoint_layers)
-        for part in micro_batches(rows, self.config.micro_batch_tokens):
+        sums: dict[str, float] = {}
+        for found, gradients in in_processes(work, shares_of(len(parts), self.processes)) if parts else []:
+            _add(sums, found)
+            for weight, gradient in zip(self.model.parameters(), gradients, strict=False):
+                if gradient is not None:
+                    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        self.model.eval()
+        return sums
+
+    def _accumulate(self, parts: Sequence[Sequence[Row]], loss: Loss, needs: Needs, counts: Counts) -> dict[str, float]:
+        """Add the gradient of some micro-batches."""
+        sums: dict[str, float] = {}
+        for part in parts:
             batch = forest(part)
             inputs = self.loss_inputs(batch, needs, counts)
-            value, parts = loss(inputs)
+            value, of_loss = loss(inputs)
             value.backward()
-            parts = {
+            found = {
                 "loss": float(value.detach()),
                 # On the policy's own samples, minus the log-prob is an unbiased estimate of the entropy.
                 "entropy": -float(inputs.policy_logprobs.detach().sum()),
-                **{name: float(amount) for name, amount in parts.items()},
+                **{name: float(amount) for name, amount in of_loss.items()},
                 "computed": float(len(inputs.policy_logprobs)),
                 "row_tokens": float(sum(map(len, part))),
                 "unique_tokens": float(len(batch)),
             }
-            for name, amount in parts.items():
-                sums[name] = (max if name.endswith("_max") else float.__add__)(sums.get(name, 0.0), amount)
-        self.model.eval()
+            _add(sums, found)
         return sums
 
     def recompute(self, rows: Sequence[Row]) -> None:
@@ -195,6 +225,12 @@ class Learner:
             self.optimizer.step()
         self.updates += 1
         return {"gradient_norm": norm, "learning_rate": learning_rate}
+
+
+def _add(sums: dict[str, float], found: Mapping[str, float]) -> None:
+    """Add to sums, and to maxima."""
+    for name, amount in found.items():
+        sums[name] = (max if name.endswith("_max") else float.__add__)(sums.get(name, 0.0), amount)
 
 
 def count(rows: Sequence[Row], count_zero_groups: bool) -> Counts:

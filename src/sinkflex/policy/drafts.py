@@ -18,7 +18,8 @@ from sinkflex.trajectory import Turn
 
 CONTEXTS: tuple[int, ...] = (16, 8, 4, 2)  # ids looked back on, the longest first
 REMEMBERED = 2**16  # contexts of each length that are kept
-WORTH_IT = 0.4  # share of right guesses below which contexts of a length are asked no more
+WORTH_IT = 0.4  # share of right guesses below which contexts of a length are asked no more for a while
+TRIALS = 4  # right guesses that a length is credited with before its first
 
 
 class Drafts:
@@ -34,6 +35,18 @@ class Drafts:
         self.tried = dict.fromkeys(CONTEXTS, 0)
         self.right = dict.fromkeys(CONTEXTS, 0)
         self._next: dict[int, dict[int, int]] = {size: {} for size in CONTEXTS}
+
+    def copy(self) -> Drafts:
+        """Return drafts that know the same and learn by themselves."""
+        other = Drafts(self.limit)
+        other.tried, other.right = dict(self.tried), dict(self.right)
+        other._next = {size: dict(following) for size, following in self._next.items()}
+        return other
+
+    def fade(self) -> None:
+        """Halve the counts, so that what was of no use once is tried again."""
+        for counts in (self.tried, self.right):
+            counts.update({size: count // 2 for size, count in counts.items()})
 
     def learn(self, ids: Sequence[int], start: int) -> None:
         """Remember what ids[start:] followed, and forget what has not been met for longest."""
@@ -70,7 +83,7 @@ class Drafts:
         tail = list(ids[-CONTEXTS[0] :])
         draft: list[int] = []
         sizes: list[int] = []
-        asked = [size for size in CONTEXTS if self.right[size] + 1 >= WORTH_IT * (self.tried[size] + 1)]
+        asked = [size for size in CONTEXTS if self.right[size] + TRIALS >= WORTH_IT * (self.tried[size] + TRIALS)]
         while len(draft) < min(limit, self.limit):
             for size in asked:
                 guess = self._next[size].get(hash(tuple(tail[-size:]))) if len(tail) >= size else None
@@ -95,7 +108,7 @@ class Drafts:
         """Return what is remembered as int64 tensors: drafts decide what is computed together, and so the last bits."""
         found = {"tried": torch.tensor(list(self.tried.values())), "right": torch.tensor(list(self.right.values()))}
         for size, following in self._next.items():
-            found[str(size)] = torch.tensor([list(following.keys()), list(following.values())])
+            found[str(size)] = torch.tensor([list(following.keys()), list(following.values())], dtype=torch.int64)
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

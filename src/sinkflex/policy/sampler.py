@@ -132,7 +132,7 @@ class Sampler:
         self.drafts = Drafts(draft_tokens)
         self._slots: list[Stream | None] = [None] * slots
         self._cached: list[list[int]] = [[] for _ in range(slots)]
-        self._whole: dict[tuple[int, ...], int] = {}
+        self._whole: dict[int, int] = {}  # hash of a history: the slot that had it
         self._cache = SlotCache(
             shape.num_hidden_layers,
             shape.num_key_value_heads,
@@ -153,6 +153,7 @@ class Sampler:
         assert all(stream is None for stream in self._slots), "a conversation is still open"
         self._cached = [[] for _ in self._cached]
         self._whole = {}
+        self.drafts.fade()
 
     def open(self, ids: Sequence[int], draws: np.random.Generator) -> Stream:
         """Start a conversation with a prompt and sample its first turn; all its randomness comes from `draws`.
@@ -230,7 +231,7 @@ class Sampler:
 
     def _copy_whole(self, stream: Stream, whole: tuple[int, ...]) -> None:
         """Copy the pending ids' keys and values, all but the last one's, from a slot that holds this very history."""
-        source, size = self._whole.get(whole, -1), len(whole)
+        source, size = self._whole.get(hash(whole), -1), len(whole)
         if source < 0 or source == stream.slot or tuple(self._cached[source][:size]) != whole:
             return
         self._cache.copy(source, stream.slot, size - 1, start=len(stream.cached))
@@ -245,7 +246,9 @@ class Sampler:
         """
         prompt, usable = stream.pending, len(stream.pending) - 1
         key = tuple(prompt)
-        if key not in found:
+        best, source = found.get(key, (0, -1))
+        # The slot may have been taken anew since: within this tick, another stream's prefix is copied over it.
+        if source < 0 or self._cached[source][:best] != prompt[:best]:
             lengths = [min(common_prefix(prompt, cached), usable) for cached in self._cached]
             best = max(lengths)
             found[key] = (best, lengths.index(best))
@@ -276,7 +279,7 @@ class Sampler:
             if share.samples:
                 wanted += range(len(ids) - 1, len(ids) + len(share.draft))
                 if taken > 1:
-                    self._whole[tuple(stream.cached)] = stream.slot
+                    self._whole[hash(tuple(stream.cached))] = stream.slot
             ids += share.draft
         return ids, segments, wanted
 

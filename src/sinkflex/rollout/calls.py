@@ -6,37 +6,29 @@ An episode is a generator that yields the calls of its environment. All else tha
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Self
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from threading import Thread
+from typing import Any
 
 from sinkflex.envs.env import EnvironmentFault
 
-THREADS = 128
 Steps = Generator[Callable[[], Any], Any, Any]
 
 
 def complete(steps: Steps) -> Any:
     """Make the calls of one generator, one after the other, and return what it returns."""
-    with Calls() as calls:
-        calls.start(0, steps, waits=False)
-        ((_, value),) = calls.finished()
-        return value
+    calls = Calls()
+    calls.start(0, steps, waits=False)
+    ((_, value),) = calls.finished()
+    return value
 
 
 class Calls:
-    """The calls that are under way. A context manager: it leaves no thread behind that has a call to make."""
+    """The calls that are under way."""
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
         self._running: dict[Future[Any], tuple[int, Steps]] = {}
         self._done: list[tuple[int, Any]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def __bool__(self) -> bool:
         return bool(self._running or self._done)
@@ -72,8 +64,21 @@ class Calls:
         except StopIteration as end:
             self._done.append((number, end.value))
         else:
-            self._pool = self._pool or ThreadPoolExecutor(THREADS, "environment")
-            self._running[self._pool.submit(call)] = (number, steps)
+            self._running[_in_thread(call)] = (number, steps)
+
+
+def _in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Make a call in a thread that keeps no process alive: Ctrl-C does not wait for a server."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # raised again by who asks for the result
+            future.set_exception(error)
+
+    Thread(target=run, name="environment", daemon=True).start()
+    return future
 
 
 def _resume(steps: Steps, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -82,4 +87,6 @@ def _resume(steps: Steps, call: Callable[[], Any]) -> Callable[[], Any]:
         value = call()
     except EnvironmentFault as fault:
         return steps.throw(fault)
+    except StopIteration as error:  # would look like the end of the generator
+        raise RuntimeError("an environment raised StopIteration") from error
     return steps.send(value)

@@ -93,14 +93,13 @@ def rollout(
 
     queue = _Queue(new, range(len(task_ids)) if share is None else share, group_size, make_env, retries, on_episode)
     talks = _Talks(queue, sampler, lambda number, episode: _draws(phase, number // group_size, episode), in_order)
-    with talks.calls:
-        while queue.waiting or talks:
-            with _timed(facts, "environment"):
-                talks.begin()
-            with _timed(facts, "sampler"):
-                finished = sampler.tick()
-            with _timed(facts, "environment"):
-                talks.act(finished)
+    while queue.waiting or talks:
+        with _timed(facts, "environment"):
+            talks.begin()
+        with _timed(facts, "sampler"):
+            finished = sampler.tick()
+        with _timed(facts, "environment"):
+            talks.act(finished)
     queue.close()
     facts |= {name: getattr(sampler, name) - before for name, before in counted.items()}
     return queue.groups(), {**facts, "retried": queue.retried}
@@ -182,7 +181,7 @@ class _Talks:
         draws: Callable[[int, Episode], np.random.Generator],
         in_order: bool,
     ) -> None:
-        self.calls = Calls()
+        self._calls = Calls()
         self._queue, self._sampler, self._draws = queue, sampler, draws
         # In order, those who wait for something outside go on together, when nobody else can.
         self._late, self._awaited = ("none", "all") if in_order else ("ended", "first")
@@ -191,7 +190,7 @@ class _Talks:
         self._numbers: dict[Stream, int] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._streams or self.calls)
+        return bool(self._streams or self._calls)
 
     def begin(self) -> None:
         """Take up what environments said, begin as many episodes as there is room for, and wait if nobody can go on."""
@@ -210,11 +209,11 @@ class _Talks:
             self._start(number, self._queue.episodes[number].advancing(sampled))
 
     def _start(self, number: int, steps: Steps) -> None:
-        self.calls.start(number, steps, getattr(self._queue.episodes[number].env, "waits", False))
+        self._calls.start(number, steps, getattr(self._queue.episodes[number].env, "waits", False))
 
     def _settle(self, threads: str) -> None:
         """Take up what environments said: the next turn is sampled, or the episode has ended."""
-        for number, reply in self.calls.finished(threads):
+        for number, reply in self._calls.finished(threads):
             self._beginning.discard(number)
             stream = self._streams.get(number)
             if reply is None:

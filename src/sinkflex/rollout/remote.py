@@ -33,13 +33,16 @@ class RemoteEnv:
         seconds: deadline of one call.
         known: what is known of every episode before it begins, "domain" and "user": the info of a worker that dies.
         make, arguments: what makes the environment in the worker.
+
+    Attributes:
+        waits: whether its calls wait for something outside, which who makes it knows.
     """
 
     def __init__(
         self, nursery: Nursery, seconds: float, known: Mapping[str, Any], make: Callable[..., Any], *arguments: Any
     ) -> None:
         self._seconds, self._known = seconds, known
-        self.waits = known.get("user") == "endpoint"  # as the environment in the worker says
+        self.waits = False
         self._start = partial(nursery.start, make, *arguments)
         self._worker: Worker | None = None
         for method in ("reset", "step", "truncate"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 from sinkflex.methods.grpo import GRPO
+from sinkflex.processes import in_processes, processes, shares_of
 from sinkflex.recipe import ConfigError, load_config
-from sinkflex.rollout.processes import in_processes, processes, shares_of
 from sinkflex.train import train
 from tests.methods.small_run import SMOKE, small
 from tests.test_train import config, files
@@ -52,10 +53,62 @@ def test_a_failure_in_a_fork_comes_back_with_its_traceback_and_leaves_no_process
             raise ZeroDivisionError("the fork's own")
         return 0
 
-    with pytest.raises(RuntimeError, match=r"(?s)in play.*ZeroDivisionError: the fork's own"):
+    with pytest.raises(ZeroDivisionError, match="the fork's own") as caught:
         in_processes(play, [[0], [1], [2]])
+    assert "in play" in caught.value.__notes__[0]
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+class Odd(Exception):
+    """Cannot be made from its own arguments."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_exception_that_cannot_travel_comes_back_as_its_traceback() -> None:
+    def play(share: Sequence[int]) -> int:
+        if os.getpid() != HERE:
+            raise Odd(1, 2)
+        return 0
+
+    with pytest.raises(RuntimeError, match=r"(?s)in play.*Odd: 1 and 2"):
+        in_processes(play, [[0], [1]])
+
+
+def test_no_fork_is_left_if_a_later_one_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked, fork = [], os.fork
+
+    def few() -> int:
+        if len(forked) == 2:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        forked.append(fork())
+        return forked[-1]
+
+    monkeypatch.setattr(os, "fork", few)
+    open_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BlockingIOError):
+        in_processes(lambda share: time.sleep(60 if os.getpid() != HERE else 0), [[0], [1], [2], [3]])
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_a_fork_has_started_is_not_waited_for(dies: bool) -> None:
+    def play(share: Sequence[int]) -> int:
+        if os.getpid() != HERE:
+            if os.fork() == 0:
+                time.sleep(20)
+                os._exit(0)
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return share[0]
+
+    started = time.monotonic()
+    assert in_processes(play, [[0], [1]]) == [0, 1]
+    assert time.monotonic() - started < 10
 
 
 def test_a_failure_at_home_ends_the_forks_at_once() -> None:
@@ -114,7 +167,7 @@ def test_forks_of_a_process_that_is_killed_end_too(tmp_path: Path) -> None:
 
 def test_a_run_on_two_processes_samples_what_one_samples_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     train(config(tmp_path / "alone", "train.steps=1"))
-    both = ("train.steps=2", "rollout.processes=2", "train.checkpoint_every=1")
+    both = ("train.steps=2", "run.processes=2", "train.checkpoint_every=1")
     train(config(tmp_path / "first", *both))
     with pytest.raises(KeyboardInterrupt):
         train(config(tmp_path / "second", *both), interrupted=lambda: True)
@@ -146,12 +199,12 @@ class Forgetful(GRPO):
 
 def test_a_method_whose_state_changes_while_it_acts_is_refused_on_two_processes(tmp_path: Path) -> None:
     name = f"{__name__}:Forgetful"
-    with pytest.raises(ValueError, match=r"--set rollout\.processes=1"):
-        train(small(tmp_path, name, "rollout.processes=2"))
-    assert train(small(tmp_path, name, "rollout.processes=1")).method.state_dict()["count"] > 0
+    with pytest.raises(ValueError, match=r"--set run\.processes=1"):
+        train(small(tmp_path, name, "run.processes=2"))
+    assert train(small(tmp_path, name, "run.processes=1")).method.state_dict()["count"] > 0
 
 
 def test_forks_and_deadlines_exclude_each_other_and_a_gpu_is_not_shared() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.processes = 1 or no deadline"):
-        load_config(SMOKE, ["rollout.processes=2", "env.deadline_seconds=5", "run.deterministic=false"])
+    with pytest.raises(ConfigError, match=r"run\.processes = 1 or no deadline"):
+        load_config(SMOKE, ["run.processes=2", "env.deadline_seconds=5", "run.deterministic=false"])
     assert [processes(3, torch.device(kind)) for kind in ("cpu", "cuda")] == [3, 1]
