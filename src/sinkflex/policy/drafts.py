@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkflex.trajectory import Turn
 
 CONTEXTS: tuple[int, ...] = (16, 8, 4, 2)  # ids looked back on, the longest first
-REMEMBERED = 2**16  # contexts of each length that are kept
+REMEMBERED = 2**14  # contexts of each length that are kept
 WORTH_IT = 0.4  # share of right guesses below which contexts of a length are asked no more for a while
 TRIALS = 4  # right guesses that a length is credited with before its first
 
