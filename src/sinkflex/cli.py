@@ -109,6 +109,7 @@ def evaluate(
     temperature: Annotated[
         float | None, typer.Option(min=0, help="0 is greedy, as one trial is by default; several sample as the recipe.")
     ] = None,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Sample from the likeliest ids of this weight.")] = 1.0,
     save: Annotated[Path | None, typer.Option(help="File for the trajectories, .jsonl.zst.")] = None,
     per_task: Annotated[bool, typer.Option("--per-task", help="Also every task, beside its floors.")] = False,
     overrides: Overrides = None,
@@ -136,7 +137,7 @@ def evaluate(
     def played(path: Path, recipe: Any, save: Path | None = None) -> Any:
         if recipe is None:
             return recorded(path)
-        return play(recipe, path, recipe.validation.split, trials or 1, temperature, save)
+        return play(recipe, path, recipe.validation.split, trials or 1, temperature, save, top_p)
 
     result = evaluate(played(source, config, save), played(against, other) if against else None, per_task)
     return result if as_json else score_text(result)

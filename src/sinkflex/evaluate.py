@@ -71,6 +71,7 @@ def play(
     trials: int = 1,
     temperature: float | None = None,
     save: Path | None = None,
+    top_p: float = 1.0,
 ) -> Played:
     """Roll out every task of a split `trials` times.
 
@@ -82,17 +83,20 @@ def play(
         temperature: 0 is greedy. None is greedy for one trial, and for several the temperature that the recipe samples
             at: greedy trials would differ in their users alone.
         save: file for the trajectories (.jsonl.zst).
+        top_p: below 1, ids are sampled from the nucleus.
     """
     set_up_torch(config)
     policy, where = open_policy(config, source)
     sealed = open_sealed(source, Path(where), config.env.domain, split)
     task_ids = [task.task_id for task in scored_tasks(config.env.domain, split)]
     chosen = temperature if temperature is not None else config.rollout.temperature if trials > 1 else 0.0
-    phase = Phase(f"evaluation/{split}", config.run.seed, 0, policy_version=0, temperature=chosen, trials=True)
+    phase = Phase(f"evaluation/{split}", config.run.seed, 0, 0, temperature=chosen, trials=True, top_p=top_p)
     groups = roll_out(config, policy, task_ids, trials, phase)
     if save is not None:
         write_trajectories(save, groups)
     header = {"policy": where, "suite": f"tau2/{config.env.domain}", "split": split, "temperature": chosen}
+    if top_p < 1:
+        header["top_p"] = top_p
     if temperature is None and trials > 1:
         header["sampling"] = "the recipe's temperature, since there are several trials; --temperature 0 is greedy"
     if sealed:

@@ -11,7 +11,7 @@ from sinkflex.learner.logprobs import node_logprobs
 from sinkflex.learner.packing import forest
 from sinkflex.learner.rows import cut
 from sinkflex.policy.drafts import Drafts
-from sinkflex.policy.sampler import Sampler, Stream
+from sinkflex.policy.sampler import Sampler, Stream, nucleus
 from sinkflex.policy.slots import Segment, SlotCache
 from sinkflex.trajectory import Outcome, Trajectory, Turn
 from tests.policy.tiny_policy import tiny_policy
@@ -367,3 +367,27 @@ def test_slots_attend_as_the_definition_says_one_by_one_and_side_by_side(window:
     if sink is not None:
         out = out * torch.sigmoid(lse - sink)[..., None]
     assert torch.allclose(out.double(), expected, atol=1e-6)
+
+
+def test_a_nucleus_holds_the_likeliest_ids_and_is_renormalized() -> None:
+    logprobs = torch.tensor([[0.1, 0.5, 0.15, 0.25], [0.25, 0.25, 0.25, 0.25], [0.97, 0.01, 0.01, 0.01]]).log()
+    found = nucleus(logprobs, 0.7).exp()
+    expected = torch.tensor([[0, 2 / 3, 0, 1 / 3], [1 / 3, 1 / 3, 1 / 3, 0], [1, 0, 0, 0]])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(nucleus(logprobs, 1.0), logprobs)
+
+
+def test_ids_outside_the_nucleus_are_never_sampled() -> None:
+    model = tiny_policy().model
+    sampler = Sampler(model, [1], slots=20, max_tokens=100, max_turn_tokens=3, temperature=1.3)
+    sampler.top_p = 0.3
+    for trajectory in talk(sampler, prompts(20), [2] * 20):
+        context: list[int] = []
+        for turn in trajectory.turns:
+            context += turn.prompt_ids
+            for token, logprob in zip(turn.action_ids, turn.behavior_logprobs, strict=True):
+                with torch.no_grad():
+                    logits = model(input_ids=torch.tensor([context]), use_cache=False).logits[:, -1]
+                expected = nucleus(torch.log_softmax(logits / 1.3, -1), 0.3)[0, token]
+                assert logprob == pytest.approx(float(expected), abs=1e-4)
+                context.append(token)

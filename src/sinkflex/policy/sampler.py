@@ -100,6 +100,8 @@ class Sampler:
         draft_tokens: most ids that are drafted for one conversation in one tick; 0 samples one id a tick.
 
     Attributes:
+        top_p: below 1, ids are sampled from the nucleus, and log-probs are those in it. For scores alone: the learner
+            knows of no nucleus.
         drafts: what drafts come from; it outlives the weights.
         ticks: forward passes so far.
         prefilled, copied: prompt ids that were computed, and that were copied instead.
@@ -125,7 +127,7 @@ class Sampler:
         self.device = parameter.device
         self.max_tokens = max_tokens
         self.max_turn_tokens = max_turn_tokens
-        self.temperature = temperature
+        self.temperature, self.top_p = temperature, 1.0
         self.ticks = self.prefilled = self.copied = self.sampled = self.rejected = 0
         self._stop = frozenset(stop_ids)
         self._prefill_tokens = prefill_tokens
@@ -292,6 +294,8 @@ class Sampler:
             chosen = logits.argmax(-1)
         else:
             numbers = [number for share in shares for number in share.stream.numbers(1 + len(share.draft))]
+            if self.top_p < 1:
+                logprobs = nucleus(logprobs, self.top_p)
             uniform = torch.tensor(numbers, dtype=torch.float64, device=self.device)[:, None]
             # Whole numbers add up to the same in any order, so that CUDA has a deterministic cumsum for them. A float32
             # times a power of two is exact, and its 24 bits are all before the point or too few to matter.
@@ -336,6 +340,17 @@ def require_room(prompt: int, max_tokens: int) -> None:
             f"the prompt has {prompt} tokens and rollout.max_tokens is {max_tokens}: "
             f"raise it (--set rollout.max_tokens={2 * prompt}) or shorten prompt.policy_text"
         )
+
+
+def nucleus(logprobs: Tensor, top_p: float) -> Tensor:
+    """Return the log-probs [N, V] of the likeliest ids that together have at least `top_p`, renormalized; else -inf.
+
+    (Nucleus sampling, arXiv 1904.09751.)
+    """
+    ordered, ids = torch.sort(logprobs, dim=-1, descending=True, stable=True)
+    before = ordered.exp().cumsum(-1) - ordered.exp()
+    beyond = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, ids, before >= top_p)
+    return logprobs.masked_fill(beyond, float("-inf")).log_softmax(-1)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

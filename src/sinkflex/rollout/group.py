@@ -31,7 +31,7 @@ class Phase:
         run_seed: the run's seed.
         step: the loop's step.
         policy_version: version of the sampling weights.
-        temperature: of sampling; 0 is greedy.
+        temperature, top_p: of sampling; 0 is greedy. No row is made of episodes whose top_p is below 1.
         trials: members are trials of a score, each in an environment with a seed of its own; else they are siblings,
             which all meet the same environment.
     """
@@ -42,6 +42,7 @@ class Phase:
     policy_version: int
     temperature: float
     trials: bool = False
+    top_p: float = 1.0
 
     @property
     def kind(self) -> str:
@@ -81,7 +82,7 @@ def rollout(
         The groups, and facts: seconds in "environment" and "sampler", the sampler's tokens (COUNTS), "retried" ones.
     """
     sampler.clear()
-    sampler.temperature = phase.temperature
+    sampler.temperature, sampler.top_p = phase.temperature, phase.top_p
     facts = {"environment": 0.0, "sampler": 0.0}
     counted = {name: getattr(sampler, name) for name in COUNTS}
     seeds = [_seeds(phase, index, task_id, len(task_ids), group_size) for index, task_id in enumerate(task_ids)]
