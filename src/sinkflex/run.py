@@ -245,7 +245,7 @@ def _open_run(config: Config, directory: Path, method: Method, lock: IO[str]) ->
         sampler=make_sampler(config, policy, chat),
         learner=make_learner(config, policy, config.learner, config.train.steps * config.learner.mini_batches),
         method=method,
-        tasks=TaskSampler(tasks, config.tasks, config.run.seed, infeasible_tasks(tasks)),
+        tasks=TaskSampler(tasks, config.tasks, config.run.seed, infeasible_tasks(config.env.domain, tasks)),
         metrics=open_metrics(config, directory, position),
         lock=lock,
         workers=open_workers(config),

@@ -21,7 +21,7 @@ TRANSFER = Action(tool_calls=(ToolCall("transfer_to_human_agents", {"summary": "
 
 
 def names(domain: str, split: str = "train") -> list[str]:
-    return [task.task_id for task in infeasible_tasks(training_tasks(domain, split))]
+    return [task.task_id for task in infeasible_tasks(domain, training_tasks(domain, split))]
 
 
 def play(env: Tau2Env, *actions: Action) -> tuple[float, dict[str, Any]]:
@@ -40,7 +40,7 @@ def test_they_are_built_of_the_training_tasks_alone() -> None:
     originals = {task.task_id for task in training_tasks("telecom", "pool")}
     assert {name.removesuffix(SUFFIX) for name in telecom} < originals
     assert not [name for name in telecom if "lock_sim" in name or "contract_end" in name]
-    assert infeasible_tasks(training_tasks("mock", "base")) == []
+    assert infeasible_tasks("mock", training_tasks("mock", "base")) == []
 
 
 @pytest.mark.parametrize("domain", ["telecom", "retail"])

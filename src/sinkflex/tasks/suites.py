@@ -88,9 +88,11 @@ def training_tasks(domain: str, split: str, exclude: Sequence[str] = (), solo: b
     return kept
 
 
-def infeasible_tasks(tasks: Sequence[TaskSpec]) -> list[TaskSpec]:
-    """Return the infeasible forms of tasks (`envs/tau2/infeasible.py`), as many as have one."""
-    return [spec(t.domain, t.task_id + SUFFIX) for t in tasks if buildable(t.domain, t.task_id)]
+def infeasible_tasks(domain: str, tasks: Sequence[Any]) -> list[TaskSpec]:
+    """Return the infeasible forms of tasks (`envs/tau2/infeasible.py`), as many as have one; of one's own none."""
+    if domain not in SPLITS:
+        return []
+    return [spec(domain, t.task_id + SUFFIX) for t in tasks if buildable(domain, t.task_id)]
 
 
 def scored_tasks(domain: str, split: str) -> list[TaskSpec]:
