@@ -95,7 +95,7 @@ class Chat:
         if self._append_only:
             key = (reply, finish)
             if key not in self._extensions:
-                if len(self._extensions) > 50_000:
+                if len(self._extensions) >= 4096:
                     self._extensions.clear()
                 text = self.template.tail(_PROBE[:2], reply, finish, head=False)
                 assert text is not None
