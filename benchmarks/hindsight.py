@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
+from sinkflex.build import make_learner
 from sinkflex.config import LearnerConfig
 from sinkflex.learner.rows import rows_of
 from sinkflex.learner.step import Needs
 from sinkflex.methods.lessons import by_rule, demonstration
 from sinkflex.recipe import load_config
-from sinkflex.run import make_learner, open_run
+from sinkflex.run import open_run
 from sinkflex.seeds import generator
 from sinkflex.tasks.suites import training_tasks
 from sinkflex.train import likelihood, train

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from sinkflex.build import make_chat, make_env, make_sampler, set_up_torch
 from sinkflex.config import Config
 from sinkflex.evaluate import evaluate, open_policy, play
 from sinkflex.methods.empo import EMPO
 from sinkflex.methods.method import build_method
 from sinkflex.recipe import load_config
 from sinkflex.rollout.group import Phase, rollout
-from sinkflex.run import make_chat, make_env, make_sampler, set_up_torch
 from sinkflex.tasks.gold import MAX_EXPERT_TURNS
 from sinkflex.tasks.semi_online import agreement, semi_online_score
 from sinkflex.tasks.suites import scored_tasks

@@ -22,6 +22,7 @@ from sinkflex.check import CHECKS, line
 from sinkflex.checks import attention, credit, gradients, tokens
 from sinkflex.checks.subject import Broken, Subject, open_subject
 from sinkflex.cli import app
+from sinkflex.demonstrations import corpus
 from sinkflex.learner import losses, packing
 from sinkflex.learner.losses import LossInputs
 from sinkflex.learner.step import Learner
@@ -31,7 +32,6 @@ from sinkflex.policy.model import new_policy
 from sinkflex.policy.sampler import Sampler
 from sinkflex.recipe import load_config
 from sinkflex.rollout.episode import Episode
-from sinkflex.run import corpus
 from sinkflex.trajectory import Group, Row
 from tests.methods.small_run import small
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from sinkflex import checkpoint
+from sinkflex.build import live_env, make_chat, make_env, make_sampler, open_workers, set_up_torch
 from sinkflex.config import Config, EnvConfig
+from sinkflex.demonstrations import corpus
 from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.policy.model import Policy, load_policy, new_policy
 from sinkflex.rollout.group import Phase, rollout
-from sinkflex.run import corpus, live_env, make_chat, make_env, make_sampler, open_workers, set_up_torch
 from sinkflex.scores import compare, mean, per_task, summarize
 from sinkflex.tasks.floors import floors
 from sinkflex.tasks.sampling import TaskSampler

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from sinkflex.build import make_env
 from sinkflex.config import Config
 from sinkflex.envs.check import check_environment
 from sinkflex.envs.env import Action, EnvironmentFault, StopReason, ToolCall, ToolFault
 from sinkflex.envs.own import own_environment
 from sinkflex.envs.prompts import PromptEnv, schema
 from sinkflex.recipe import load_config, parse_section
-from sinkflex.run import make_env
 from sinkflex.tasks.suites import scored_tasks, training_tasks
 
 LINES: list[dict[str, Any]] = [

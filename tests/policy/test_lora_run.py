@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 from sinkflex.check import CHECKS
 from sinkflex.checks.subject import open_subject
 from sinkflex.config import Config
+from sinkflex.demonstrations import corpus
 from sinkflex.evaluate import open_policy
 from sinkflex.policy.model import new_policy
 from sinkflex.report.export import export
-from sinkflex.run import corpus, open_run
+from sinkflex.run import open_run
 from sinkflex.train import train
 from tests.methods.small_run import records, small
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from scripted_server import calls, says, serving
 
+from sinkflex.build import make_env
 from sinkflex.config import Config
 from sinkflex.envs.env import Action, EnvironmentFault
 from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.policy.sweep import SweepAgent
 from sinkflex.recipe import dump_config, load_config
 from sinkflex.rollout.scripted import play
-from sinkflex.run import make_env
 from sinkflex.tasks.suites import scored_tasks
 from sinkflex.trajectory import Group, Outcome, Trajectory, read_trajectories, write_trajectories
 from sinkflex.users.endpoint import EndpointUser

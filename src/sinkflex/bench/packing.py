@@ -19,8 +19,9 @@ from torch import Tensor
 
 from sinkflex.bench.attention import gemm_peak
 from sinkflex.bench.cell import Row as Cell
-from sinkflex.bench.cell import cpu_seconds, in_own_process, peak_rise
-from sinkflex.config import Config, LearnerConfig, TinyConfig
+from sinkflex.bench.cell import in_own_process
+from sinkflex.bench.update import measured, synthetic_rows
+from sinkflex.config import Config, TinyConfig
 from sinkflex.envs.env import Action, Message
 from sinkflex.learner.losses import LossInputs, Sums, aggregate
 from sinkflex.learner.packing import forest
@@ -33,7 +34,7 @@ GROUPS = {"telecom": (3, 0.15), "retail": (21, 0.5)}  # which train task, and ho
 PEAK = TinyConfig(
     hidden=512, layers=4, heads=8, kv_heads=2, head_dim=64, intermediate=512, experts=4, max_tokens=1024, window=128
 )
-PEAK_ROWS, PEAK_TOKENS, PEAK_VOCABULARY = 8, 1024, 4096
+PEAK_ROWS = (8, 1, 0, 1024, 4096)  # groups, members, shared tokens, tokens, vocabulary
 CELLS: list[Cell] = [
     *({"part": "group", "domain": domain, "rows": rows} for domain in GROUPS for rows in ("alone", "forest")),
     {"part": "peak", "rows": "forest"},
@@ -76,25 +77,16 @@ def measure(cell: Cell) -> Cell:
     """Run one cell in this process."""
     import sinkflex.attention.huggingface
     import sinkflex.policy.experts  # noqa: F401
-    from sinkflex.learner.step import Learner, Needs
     from sinkflex.policy.tiny import build_model
     from sinkflex.report.profile import weights_met
 
     torch.set_num_threads(1)
     group = cell["part"] == "group"
-    rows, vocabulary = recorded_group(cell["domain"]) if group else synthetic_rows()
+    rows, vocabulary = recorded_group(cell["domain"]) if group else (synthetic_rows(*PEAK_ROWS), PEAK_ROWS[-1])
     model = build_model(TinyConfig(max_tokens=32_768) if group else PEAK, vocabulary, seed=0)
     model.set_attn_implementation("sink_plan")
     model.set_experts_implementation("sorted_mm")
-    budget = 1 if cell["rows"] == "alone" else 1_000_000
-    options = LearnerConfig(micro_batch_tokens=budget, checkpoint_layers=False, learning_rate=1e-9)
-    learner, norms = Learner(model, options, 1, 1.0), []
-
-    def update() -> None:
-        norms.append(learner.update(rows, _loss, Needs(), False)["gradient_norm"])
-
-    update()
-    found: Cell = {"peak_bytes": peak_rise(update), "seconds": cpu_seconds(update, 3), "gradient_norm": norms[0]}
+    found = measured(model, rows, 1 if cell["rows"] == "alone" else 1_000_000, _loss)
     found["tokens"] = sum(map(len, rows)) if cell["rows"] == "alone" else len(forest(rows))
     if not group:
         body, head = weights_met(model)
@@ -142,27 +134,6 @@ def recorded_group(domain: str) -> tuple[list[Row], int]:
     for row in rows:
         row.behavior_logprobs = np.where(row.loss_mask, -7.0, 0.0).astype(np.float32)
     return rows, len(policy.tokenizer)
-
-
-def synthetic_rows() -> tuple[list[Row], int]:
-    """Return rows that share nothing, half of whose tokens are sampled."""
-    draws = np.random.default_rng(0)
-    rows = []
-    for index in range(PEAK_ROWS):
-        sampled = np.arange(PEAK_TOKENS) // 20 % 2 == 1
-        rows.append(
-            Row(
-                token_ids=draws.integers(2, PEAK_VOCABULARY, PEAK_TOKENS),
-                loss_mask=sampled,
-                behavior_logprobs=np.where(sampled, -8.0, 0).astype(np.float32),
-                advantages=np.where(sampled, draws.normal(), 0).astype(np.float32),
-                policy_version=np.where(sampled, 0, -1),
-                turn_index=np.zeros(PEAK_TOKENS, np.int64),
-                group_index=0,
-                trajectory_index=index,
-            )
-        )
-    return rows, PEAK_VOCABULARY
 
 
 def _loss(inputs: LossInputs) -> tuple[Tensor, Sums]:

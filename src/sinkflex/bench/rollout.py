@@ -21,6 +21,7 @@ import torch
 
 from sinkflex.bench.cell import Row, in_own_process, status_bytes
 from sinkflex.bench.chart import log_chart
+from sinkflex.build import make_chat, make_env, make_sampler, set_up_torch
 from sinkflex.config import TinyConfig
 from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.evaluate import open_policy
@@ -28,7 +29,6 @@ from sinkflex.policy.sampler import Sampler, Stream
 from sinkflex.policy.tiny import build_model
 from sinkflex.recipe import config_of, load_config
 from sinkflex.rollout.group import Phase, rollout
-from sinkflex.run import make_chat, make_env, make_sampler, set_up_torch
 from sinkflex.tasks.sampling import TaskSampler
 from sinkflex.tasks.suites import training_tasks
 
@@ -124,7 +124,7 @@ def _episodes(cell: Row) -> Row:
         "seconds": time.process_time() - cpu,
         "wall": time.perf_counter() - wall,
         "environment": seconds,
-        "passes": work.pop("shares") / turns,
+        "passes": work.pop("passes") / turns,
         "reward": float(np.mean([t.reward or 0.0 for t in episodes])),
         **work,
     }
@@ -154,19 +154,10 @@ class _Policy:
             self.sampler.drafts.limit = 0
         suite = training_tasks(config.env.domain, config.tasks.split, config.tasks.exclude, config.env.solo)
         self.tasks = TaskSampler(suite, config.tasks, config.run.seed)
-        self.shares = 0
-        choose = self.sampler._choose
-
-        def counted() -> list[Any]:
-            found = choose()
-            self.shares += len(found)
-            return found
-
-        self.sampler._choose = counted
 
     def work(self) -> dict[str, int]:
-        names = ("prefilled", "copied", "sampled", "rejected", "ticks")
-        return {**{name: getattr(self.sampler, name) for name in names}, "shares": self.shares}
+        names = ("prefilled", "copied", "sampled", "rejected", "ticks", "passes")
+        return {name: getattr(self.sampler, name) for name in names}
 
     def roll_out(self, step: int, groups: int = 0) -> tuple[list[Any], dict[str, float]]:
         config = self.config

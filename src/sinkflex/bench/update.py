@@ -16,11 +16,13 @@ import sys
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from sinkflex.bench.cell import Row as Cell
 from sinkflex.bench.cell import cpu_seconds, in_own_process, peak_rise
 from sinkflex.config import LearnerConfig, TinyConfig
 from sinkflex.learner.losses import LossInputs, Sums, aggregate, clipped_surrogate
+from sinkflex.learner.step import Learner, Loss, Needs
 from sinkflex.trajectory import Row
 
 VOCABULARY, PROMPT, TOKENS, GROUPS, MEMBERS = 1536, 300, 1000, 2, 8
@@ -50,7 +52,6 @@ def measure(cell: Cell) -> Cell:
     """Run one cell in this process."""
     import sinkflex.attention.huggingface
     import sinkflex.policy.experts  # noqa: F401
-    from sinkflex.learner.step import Learner, Needs
     from sinkflex.policy.tiny import build_model
 
     torch.set_num_threads(1)
@@ -58,35 +59,39 @@ def measure(cell: Cell) -> Cell:
     model.set_attn_implementation(cell["attention"])
     model.set_experts_implementation("sorted_mm")
     budget = LearnerConfig().micro_batch_tokens if cell["rows"] == "forest" else 1
-    config = LearnerConfig(micro_batch_tokens=budget, checkpoint_layers=False, learning_rate=1e-9)
-    learner = Learner(model, config, 1, 1.0)
-    rows, norms = synthetic_rows(), []
+    return measured(model, synthetic_rows(GROUPS, MEMBERS, PROMPT, TOKENS, VOCABULARY), budget, _loss)
+
+
+def measured(model: PreTrainedModel, rows: list[Row], budget: int, loss: Loss) -> Cell:
+    """Return peak memory, CPU seconds and gradient norm of an update; the weights stay where they are."""
+    options = LearnerConfig(micro_batch_tokens=budget, checkpoint_layers=False, learning_rate=1e-9)
+    learner, norms = Learner(model, options, 1, 1.0), []
 
     def update() -> None:
-        norms.append(learner.update(rows, _loss, Needs(), False)["gradient_norm"])
+        norms.append(learner.update(rows, loss, Needs(), False)["gradient_norm"])
 
     update()
     return {"peak_bytes": peak_rise(update), "seconds": cpu_seconds(update, 3), "gradient_norm": norms[0]}
 
 
-def synthetic_rows() -> list[Row]:
+def synthetic_rows(groups: int, members: int, prompt: int, tokens: int, vocabulary: int) -> list[Row]:
     """Rows of whole groups: one prompt a group, then stretches of 20 tokens, every other one sampled."""
     draws = np.random.default_rng(0)
     rows = []
-    for group in range(GROUPS):
-        prompt = draws.integers(2, VOCABULARY, PROMPT)
-        for member in range(MEMBERS):
-            ids = np.concatenate([prompt, draws.integers(2, VOCABULARY, TOKENS - PROMPT)])
-            sampled = (np.arange(TOKENS) >= PROMPT) & (np.arange(TOKENS) // 20 % 2 == 0)
+    for group in range(groups):
+        shared = draws.integers(2, vocabulary, prompt)
+        for member in range(members):
+            ids = np.concatenate([shared, draws.integers(2, vocabulary, tokens - prompt)])
+            sampled = (np.arange(tokens) >= prompt) & (np.arange(tokens) // 20 % 2 == 0)
             row = Row(
                 token_ids=ids,
                 loss_mask=sampled,
                 behavior_logprobs=np.where(sampled, -7.0, 0).astype(np.float32),
                 advantages=np.where(sampled, draws.normal(), 0).astype(np.float32),
                 policy_version=np.where(sampled, 0, -1),
-                turn_index=np.zeros(TOKENS, np.int64),
+                turn_index=np.zeros(tokens, np.int64),
                 group_index=group,
-                trajectory_index=group * MEMBERS + member,
+                trajectory_index=group * members + member,
             )
             rows.append(row)
     return rows

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from sinkflex.build import make_env
 from sinkflex.checks.subject import Broken, Subject
 from sinkflex.envs.env import EnvironmentFault
 from sinkflex.learner.losses import LossInputs
 from sinkflex.learner.rows import rows_of
 from sinkflex.rollout.group import Phase, rollout
-from sinkflex.run import make_env
 from sinkflex.trajectory import Group, Outcome, Trajectory
 
 NOISE, LENGTHS, WEIGHT, EPISODES = 0.02, (8_000, 20_000), 0.05, 32

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sinkflex.build import make_env
 from sinkflex.config import Config
 from sinkflex.learner.rows import rows_of
 from sinkflex.learner.scorer import Scorer
 from sinkflex.learner.step import PROXIMAL, Needs, count
 from sinkflex.rollout.group import Phase, rollout
-from sinkflex.run import Run, make_env, open_run
+from sinkflex.run import Run, open_run
 from sinkflex.seeds import generator
 from sinkflex.trajectory import Group, Row
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sinkflex.build import make_env
 from sinkflex.checks.subject import Broken, Subject, roll_out
 from sinkflex.envs.env import Action, Message, ToolCall
 from sinkflex.learner.logprobs import row_logprobs
@@ -13,7 +14,6 @@ from sinkflex.learner.packing import common_prefix
 from sinkflex.learner.rows import rows_of
 from sinkflex.learner.step import PROXIMAL
 from sinkflex.policy.chat import assistant_message
-from sinkflex.run import make_env
 from sinkflex.trajectory import Group, Row
 
 TEMPERATURES = (0.6, 1.0, 1.3)

@@ -103,7 +103,7 @@ class Sampler:
         top_p: below 1, ids are sampled from the nucleus, and log-probs are those in it. For scores alone: the learner
             knows of no nucleus.
         drafts: what drafts come from; it outlives the weights.
-        ticks: forward passes so far.
+        ticks, passes: forward passes so far, and conversations that were in them.
         prefilled, copied: prompt ids that were computed, and that were copied instead.
         sampled, rejected: ids of turns, and drafted ids that were not sampled.
     """
@@ -128,7 +128,7 @@ class Sampler:
         self.max_tokens = max_tokens
         self.max_turn_tokens = max_turn_tokens
         self.temperature, self.top_p = temperature, 1.0
-        self.ticks = self.prefilled = self.copied = self.sampled = self.rejected = 0
+        self.ticks = self.passes = self.prefilled = self.copied = self.sampled = self.rejected = 0
         self._stop = frozenset(stop_ids)
         self._prefill_tokens = prefill_tokens
         self.drafts = Drafts(draft_tokens)
@@ -201,6 +201,7 @@ class Sampler:
             slots=self._cache,
         ).logits[0]
         self.ticks += 1
+        self.passes += len(shares)
         return self._sample([share for share in shares if share.samples], logits.float()) if wanted else []
 
     def _choose(self) -> list[Share]:

@@ -60,7 +60,8 @@ def weights_met(model: PreTrainedModel) -> tuple[int, int]:
     Of a mixture of experts, a token meets the experts it is sent to.
     """
     config: Any = model.config
-    of_experts = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_local_experts", 1)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)  # by family
+    of_experts = config.num_experts_per_tok / experts if experts else 1
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     output = model.get_output_embeddings()
     head = 0 if output is None else output.weight.numel()
