@@ -114,6 +114,7 @@ def keep_freed_memory() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: smaller blocks are not mapped anew each time
         library.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: free memory at the end of the heap stays
+        library.mallopt(-8, 1)  # M_ARENA_MAX: one heap for all threads, since those of others are given back each time
 
 
 def set_up_torch(config: Config) -> None:

@@ -64,7 +64,7 @@ class RunConfig(Section):
     threads: CountOrZero = 0
     """CPU threads of torch; 0 leaves the choice to torch."""
     processes: Count = 1
-    """Copies of the process that share rollouts and updates, one thread each; more than 1 on Linux and CPU alone."""
+    """Cores that share the work: forks in a rollout, threads in an update; more than 1 on Linux and CPU alone."""
     deterministic: bool = True
     """Same seed, same bits: deterministic kernels, and no wall-clock deadlines."""
 

@@ -1,8 +1,10 @@
-"""Work on several cores: forked copies of this process play some of the groups each, or add up some of the gradient.
+"""Work on several cores: forked copies of this process play some of the groups each, threads add up the gradient.
 
-A small policy does not keep two cores busy with one matrix product, but two products do. A fork has the weights, the
-method and the caches as they are, so that nothing needs to be sent to it; what comes back is what it found. Which part
-a process works on depends on the number of parts alone.
+A small policy does not keep two cores busy with one matrix product, but two products do. Episodes are mostly Python,
+which one process runs on one core, so they are played in forks: a fork has the weights, the method and the caches as
+they are, so that nothing needs to be sent to it; what comes back is what it found. An update is mostly matrix products,
+which threads of one process run side by side without a copy of its memory. Which part is worked on where depends on the
+number of parts alone.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -56,6 +59,28 @@ def in_processes(work: Work, shares: Sequence[Sequence[int]]) -> list[Any]:
     finally:
         for fork in forks:
             fork.end()
+        torch.set_num_threads(threads)
+
+
+def in_threads(work: Callable[[int, Sequence[int]], Any], shares: Sequence[Sequence[int]]) -> list[Any]:
+    """Return `work(place, share)` of each share: the first is worked on here, the others in threads, on one core each.
+
+    Raises:
+        Exception: what `work` raised for the first share that failed, once all have ended.
+    """
+    if len(shares) == 1:
+        return [work(0, shares[0])]
+
+    def alone(place: int, share: Sequence[int]) -> Any:
+        torch.set_num_threads(1)  # a thread has a number of its own
+        return work(place, share)
+
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(len(shares) - 1) as pool:
+            others = [pool.submit(alone, place, share) for place, share in enumerate(shares) if place]
+            return [alone(0, shares[0]), *(other.result() for other in others)]
+    finally:
         torch.set_num_threads(threads)
 
 

@@ -60,7 +60,7 @@ def paid(patch: Patch, values: Callable[[Group], list[float]]) -> None:
 def the_kl_of_a_policy_to_itself_is_zero_at_any_temperature() -> None:
     learner = Learner(copy.deepcopy(tiny_policy().model), LearnerConfig(), 1, temperature=1.3)
     rows = some_rows(2)
-    found = learner.loss_inputs(forest(rows), Needs(reference=tiny_policy().model), count(rows, True))
+    found = learner.loss_inputs(learner.model, forest(rows), Needs(reference=tiny_policy().model), count(rows, True))
     assert found.reference_logprobs is not None
     torch.testing.assert_close(found.policy_logprobs.detach(), found.reference_logprobs, rtol=0, atol=1e-5)
 
@@ -127,9 +127,9 @@ def a_micro_batch_divides_by_its_own_trajectories(patch: Patch) -> None:
 def a_row_is_taken_for_an_episode(patch: Patch) -> None:
     original = Learner.loss_inputs
 
-    def per_row(self: Learner, batch: Any, *rest: Any) -> LossInputs:
+    def per_row(self: Learner, model: Any, batch: Any, *rest: Any) -> LossInputs:
         lengths = torch.tensor([int(row.loss_mask.sum()) for row in batch.rows])
-        return replace(original(self, batch, *rest), trajectory_tokens=lengths.repeat_interleave(lengths))
+        return replace(original(self, model, batch, *rest), trajectory_tokens=lengths.repeat_interleave(lengths))
 
     patch.setattr(Learner, "loss_inputs", per_row)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
-import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +16,7 @@ from transformers import PreTrainedModel
 from sinkflex.config import LearnerConfig
 from sinkflex.learner.logprobs import plain_head
 from sinkflex.learner.losses import LossInputs, clipped_surrogate
-from sinkflex.learner.step import PROXIMAL, Learner, Needs
+from sinkflex.learner.step import PROXIMAL, Learner, Needs, alias
 from sinkflex.methods.grpo import GRPO
 from sinkflex.trajectory import Row
 from tests.policy.tiny_policy import tiny_policy
@@ -56,13 +54,13 @@ def gradient(
     budget: int = 10_000,
     needs: Needs | None = None,
     checkpoint: bool = False,
-    processes: int = 1,
+    cores: int = 1,
     **options: object,
 ) -> torch.Tensor:
     """Return the gradient of one update as one vector; the weights are thrown away."""
     model = copy.deepcopy(tiny_policy().model)
     config = LearnerConfig(micro_batch_tokens=budget, clip_norm=1e9, checkpoint_layers=checkpoint)
-    learner = Learner(model, config, 1, 1.0, processes)
+    learner = Learner(model, config, 1, 1.0, cores)
     method = GRPO({"kl_coefficient": 0.0, **options}, 64)
     learner.update(rows, method.loss, needs or Needs(), method.options.count_zero_groups)
     return torch.cat([torch.empty(0), *(p.grad.flatten() for p in model.parameters() if p.grad is not None)]).double()
@@ -173,7 +171,7 @@ def test_every_option_of_the_loss_changes_the_gradient() -> None:
         row.streams[PROXIMAL] = (row.behavior_logprobs + rng.normal(0, 0.4, len(row))).astype(np.float32)
     rows = [replace(r, advantages=np.zeros(len(r), np.float32)) if r.group_index == 2 else r for r in rows]
 
-    def of(**options: object) -> torch.Tensor:
+    def of(**options: Any) -> torch.Tensor:
         reference = tiny_policy(1).model if "kl_coefficient" in options else None
         needs = Needs("entropy_coefficient" in options, reference, "correction" in options)
         return gradient(rows, needs=needs, **options)
@@ -329,37 +327,65 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="one process works where forks are not safe")
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("processes", [2, 3, 50])
+@pytest.mark.parametrize("cores", [2, 3, 50])
 @pytest.mark.parametrize("budget", [1, 60, 10_000])
-def test_the_gradient_does_not_depend_on_how_many_processes_share_it(
-    aggregation: str, processes: int, budget: int
-) -> None:
+def test_the_gradient_does_not_depend_on_how_many_cores_share_it(aggregation: str, cores: int, budget: int) -> None:
     needs = Needs(entropy=True, reference=tiny_policy().model)
     options: dict[str, Any] = {"aggregation": aggregation, "entropy_coefficient": 0.01, "kl_coefficient": 0.1}
     alone = gradient(some_rows(), needs=needs, **options)
-    shared = gradient(some_rows(), budget, needs, processes=processes, **options)
+    shared = gradient(some_rows(), budget, needs, cores=cores, **options)
     assert (shared - alone).norm() <= 1e-6 * alone.norm()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="one process works where forks are not safe")
-def test_an_update_by_several_processes_says_the_same_and_survives_the_death_of_one() -> None:
-    home, rows, method, said = os.getpid(), some_rows(), GRPO({}, 64), []
+@pytest.mark.parametrize("checkpoint_layers", [False, True])
+def test_updates_on_several_cores_repeat_to_the_bit_and_differ_from_one_core_by_rounding(
+    checkpoint_layers: bool,
+) -> None:
+    rows, method, said, weights = some_rows(), GRPO({}, 64), [], []
+    for cores in (1, 2, 2, 2):
+        model = copy.deepcopy(tiny_policy().model)
+        options = LearnerConfig(micro_batch_tokens=60, checkpoint_layers=checkpoint_layers)
+        learner = Learner(model, options, 3, 1.0, cores)
+        said.append([learner.update(rows, method.loss, Needs(), False) for _ in range(3)])
+        weights.append(torch.cat([x.detach().flatten() for x in model.parameters()]))
+    for one, two in zip(said[0], said[1], strict=True):
+        assert two == pytest.approx(one, rel=1e-4)
+    assert said[1] == said[2] == said[3]
+    assert torch.equal(weights[1], weights[2]) and torch.equal(weights[1], weights[3])
+    assert torch.allclose(weights[0], weights[1], atol=1e-6)
 
-    def deadly(inputs: LossInputs) -> Any:
-        if os.getpid() != home:
-            os.kill(os.getpid(), signal.SIGKILL)
+
+def test_what_a_loss_counts_is_kept_on_several_cores_and_its_error_is_its_own() -> None:
+    method, seen = GRPO({}, 64), []
+
+    def counting(inputs: LossInputs) -> Any:
+        seen.append(len(inputs.policy_logprobs))
         return method.loss(inputs)
 
-    weights = []
-    for processes, loss in ((1, method.loss), (2, method.loss), (2, deadly)):
-        model = copy.deepcopy(tiny_policy().model)
-        learner = Learner(model, LearnerConfig(micro_batch_tokens=60), 1, 1.0, processes)
-        said.append(learner.update(rows, loss, Needs(), False))
-        weights.append(torch.cat([x.detach().flatten() for x in model.parameters()]))
-    for found in said[1:]:
-        assert found == pytest.approx(said[0], rel=1e-5)
-    assert torch.equal(weights[1], weights[2]) and torch.allclose(weights[0], weights[1], atol=1e-6)
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    def failing(inputs: LossInputs) -> Any:
+        raise ZeroDivisionError("of the method")
+
+    learner = Learner(copy.deepcopy(tiny_policy().model), LearnerConfig(micro_batch_tokens=60), 1, 1.0, 2)
+    threads = torch.get_num_threads()
+    learner.update(some_rows(), counting, Needs(), False)
+    assert len(seen) > 1 and sum(seen) == sum(int(row.loss_mask.sum()) for row in some_rows())
+    with pytest.raises(ZeroDivisionError, match="of the method"):
+        learner.update(some_rows(), failing, Needs(), False)
+    assert torch.get_num_threads() == threads and threading.active_count() == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_alias_has_the_weights_of_its_model_and_gradients_of_its_own(tied: bool) -> None:
+    model = copy.deepcopy(tiny_policy().model)
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    other = alias(model)
+    ids = torch.arange(2, 9)[None]
+    other(input_ids=ids).logits.sum().backward()
+    assert all(x.grad is None for x in model.parameters()) and any(x.grad is not None for x in other.parameters())
+    assert len(list(other.parameters())) == len(list(model.parameters()))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.5)
+    assert torch.equal(other(input_ids=ids).logits, model(input_ids=ids).logits)

@@ -6,8 +6,8 @@ tokens divided by denominators of the whole mini-batch.
 
 from __future__ import annotations
 
+import copy
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from sinkflex.learner.checkpointing import checkpoint_layers
 from sinkflex.learner.logprobs import node_logprobs, row_logprobs, sampled_nodes
 from sinkflex.learner.losses import Counts, LossInputs, Sums
 from sinkflex.learner.packing import Batch, forest, micro_batches
-from sinkflex.processes import in_processes, shares_of
+from sinkflex.processes import in_threads, shares_of
 from sinkflex.trajectory import Row
 
 Loss = Callable[[LossInputs], tuple[Tensor, Sums]]
@@ -53,7 +53,7 @@ class Learner:
         config: optimizer options.
         total_updates: optimizer updates of the whole stage, for the schedule.
         temperature: sampling temperature of the rows; log-probs are taken at it.
-        processes: copies of the process that share the micro-batches of an update.
+        cores: threads that share the micro-batches of an update.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class Learner:
         config: LearnerConfig,
         total_updates: int,
         temperature: float,
-        processes: int = 1,
+        cores: int = 1,
     ) -> None:
         self.model = model
         self.config = config
         self.total_updates = total_updates
         self.temperature = temperature
-        self.processes = processes
         self.updates = 0
         if config.checkpoint_layers:
             checkpoint_layers(model)
+        self.models = [model, *(alias(model) for _ in range(cores - 1))]
         decayed = [p for p in model.parameters() if p.ndim > 1]
         plain = [p for p in model.parameters() if p.ndim <= 1]
         self.optimizer = torch.optim.AdamW(
@@ -117,32 +117,35 @@ class Learner:
         if needs.reference is None and not needs.entropy:
             moving = {row.trajectory_index for row in rows if moves(row)}
             rows = [row for row in rows if row.trajectory_index in moving]
-        parts = micro_batches(rows, self.config.micro_batch_tokens, self.processes)
-        home = os.getpid()
-
-        def work(share: Sequence[int]) -> tuple[dict[str, float], list[Tensor | None]]:
-            copied = os.getpid() != home
-            if copied:
-                self.optimizer.zero_grad(set_to_none=True)
-            sums = self._accumulate([parts[i] for i in share], loss, needs, counts)
-            return sums, [x.grad for x in self.model.parameters()] if copied else []
-
-        self.model.train(self.config.checkpoint_layers)
+        parts = micro_batches(rows, self.config.micro_batch_tokens, len(self.models))
         sums: dict[str, float] = {}
-        for found, gradients in in_processes(work, shares_of(len(parts), self.processes)) if parts else []:
+        if not parts:
+            return sums
+
+        def work(place: int, share: Sequence[int]) -> dict[str, float]:
+            return self._accumulate(self.models[place], [parts[i] for i in share], loss, needs, counts)
+
+        for model in self.models:
+            model.train(self.config.checkpoint_layers)
+        for found in in_threads(work, shares_of(len(parts), len(self.models))):
             _add(sums, found)
-            for weight, gradient in zip(self.model.parameters(), gradients, strict=False):
-                if gradient is not None:
-                    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-        self.model.eval()
+        for model in self.models:
+            model.eval()
+        for other in self.models[1:]:
+            for weight, copied in zip(self.model.parameters(), other.parameters(), strict=True):
+                if copied.grad is not None:
+                    weight.grad = copied.grad if weight.grad is None else weight.grad.add_(copied.grad)
+                    copied.grad = None
         return sums
 
-    def _accumulate(self, parts: Sequence[Sequence[Row]], loss: Loss, needs: Needs, counts: Counts) -> dict[str, float]:
-        """Add the gradient of some micro-batches."""
+    def _accumulate(
+        self, model: PreTrainedModel, parts: Sequence[Sequence[Row]], loss: Loss, needs: Needs, counts: Counts
+    ) -> dict[str, float]:
+        """Add the gradient of some micro-batches to a model's."""
         sums: dict[str, float] = {}
         for part in parts:
             batch = forest(part)
-            inputs = self.loss_inputs(batch, needs, counts)
+            inputs = self.loss_inputs(model, batch, needs, counts)
             value, of_loss = loss(inputs)
             value.backward()
             found = {
@@ -163,8 +166,8 @@ class Learner:
         for row, values in zip(rows, found, strict=True):
             row.streams[PROXIMAL] = values
 
-    def loss_inputs(self, batch: Batch, needs: Needs, counts: Counts) -> LossInputs:
-        """Run the model over a batch and gather what losses see, [N] over all sampled tokens of its rows."""
+    def loss_inputs(self, model: PreTrainedModel, batch: Batch, needs: Needs, counts: Counts) -> LossInputs:
+        """Run a model over a batch and gather what losses see, [N] over all sampled tokens of its rows."""
         rows = batch.rows
         nodes = sampled_nodes(batch)
         trajectory = np.concatenate([np.full(row.loss_mask.sum(), row.trajectory_index) for row in rows])
@@ -174,13 +177,13 @@ class Learner:
 
         def flat(arrays: Sequence[np.ndarray]) -> Tensor:
             sampled = [array[row.loss_mask] for row, array in zip(rows, arrays, strict=True)]
-            return torch.from_numpy(np.concatenate(sampled)).to(self.model.device)
+            return torch.from_numpy(np.concatenate(sampled)).to(model.device)
 
         assert all(row.streams.keys() == rows[0].streams.keys() for row in rows), "rows differ in their streams"
         streams = {name: flat([row.streams[name] for row in rows]) for name in rows[0].streams}
         proximal = streams.pop(PROXIMAL, None)
         candidates = streams[needs.candidates].cpu().numpy() if needs.candidates else None
-        scores = node_logprobs(self.model, batch, nodes, self.temperature, needs.entropy, candidates)
+        scores = node_logprobs(model, batch, nodes, self.temperature, needs.entropy, candidates)
         reference = None
         if needs.reference is not None:
             with torch.no_grad():
@@ -191,8 +194,8 @@ class Learner:
             policy_logprobs=scores.logprobs,
             behavior_logprobs=flat([row.behavior_logprobs for row in rows]),
             advantages=flat([row.advantages for row in rows]),
-            trajectory=torch.from_numpy(trajectory).to(self.model.device),
-            trajectory_tokens=torch.tensor([lengths[i] for i in trajectory.tolist()], device=self.model.device),
+            trajectory=torch.from_numpy(trajectory).to(model.device),
+            trajectory_tokens=torch.tensor([lengths[i] for i in trajectory.tolist()], device=model.device),
             **counts._asdict(),
             entropy=scores.entropy,
             reference_logprobs=reference,
@@ -225,6 +228,12 @@ class Learner:
             self.optimizer.step()
         self.updates += 1
         return {"gradient_norm": norm, "learning_rate": learning_rate}
+
+
+def alias(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model on the very weights of another, which has gradients of its own."""
+    shared: dict[int, Tensor] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, {**shared, **{id(x): x for x in model.buffers()}})
 
 
 def _add(sums: dict[str, float], found: Mapping[str, float]) -> None:
