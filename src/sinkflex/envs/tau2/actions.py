@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from sinkflex.envs.env import Action, ToolCall
@@ -101,6 +101,7 @@ def refusal(call: ToolCall, position: int) -> str | None:
     return None
 
 
+@lru_cache(maxsize=256)  # a policy repeats its mistakes, and the search takes longer than most calls
 def not_found_hint(domain: str, name: str, solo: bool) -> str:
     """Return what helps after the tools' own answer to a call of a tool that the agent does not have."""
     if name in user_tool_names(domain):
