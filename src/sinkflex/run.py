@@ -17,7 +17,7 @@ from sinkflex import checkpoint
 from sinkflex.build import live_env, make_chat, make_env, make_learner, make_sampler, open_workers, set_up_torch
 from sinkflex.config import Config
 from sinkflex.demonstrations import corpus
-from sinkflex.learner.scorer import Scorer
+from sinkflex.learner.scorer import Scorer, require_vocabulary
 from sinkflex.learner.step import Learner
 from sinkflex.lock import free_directory, lock_directory
 from sinkflex.methods.method import Method, build_method
@@ -163,8 +163,7 @@ class Run:
         if shared := twin(self.policy.model, folder):
             return shared
         other = load_policy(self.config, folder)
-        if other.tokenizer.get_vocab() != self.policy.tokenizer.get_vocab():
-            raise ValueError(f"{folder}: its vocabulary is not the policy's; type the folder of a model that shares it")
+        require_vocabulary(self.policy.tokenizer, other.tokenizer, folder)
         return other.model.requires_grad_(False)
 
     def save(self, score: float | None = None) -> None:

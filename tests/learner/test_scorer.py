@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from sinkflex.envs.env import Action, Message, StopReason
 from sinkflex.learner.rows import rows_of
-from sinkflex.learner.scorer import Scorer, insert
+from sinkflex.learner.scorer import Scorer, insert, require_vocabulary
 from sinkflex.policy.chat import Chat
 from sinkflex.policy.sampler import Sampler
 from sinkflex.trajectory import Group, Outcome, Row, Trajectory, Turn
@@ -113,3 +115,50 @@ def test_the_policy_writes_texts_for_more_conversations_than_it_has_slots() -> N
 def test_a_folder_is_loaded_when_it_is_first_asked_for() -> None:
     with pytest.raises(ValueError, match="no such model"):
         scorer().logprobs(rows(), "teacher")
+
+
+def test_on_a_gpu_a_model_of_a_folder_comes_for_its_pass_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[str] = []
+    s, other = scorer(), tiny_policy(2).model
+    monkeypatch.setattr(s, "_load", lambda folder: other)
+    monkeypatch.setattr(other, "to", lambda device: moves.append(torch.device(device).type))
+    s.logprobs(rows(), "folder")
+    assert moves == [], "on a CPU everything stays"
+    s._models["policy"] = SimpleNamespace(device=torch.device("cuda"), parameters=POLICY.model.parameters)  # type: ignore[assignment]
+    alone = s.logprobs(rows(), "folder")
+    s.top_k(rows(), "folder")
+    assert moves == ["cuda", "cpu", "cuda", "cpu"]
+    s._models["twin"] = POLICY.model
+    s.logprobs(rows(), "twin")
+    assert POLICY.model.device.type == "cpu", "what has the policy's own weights stays where those are"
+    assert s.model("folder") is other and moves.pop() == "cuda"
+    assert all(np.array_equal(a, b) for a, b in zip(alone, s.logprobs(rows(), "folder"), strict=True))
+    assert moves == ["cuda", "cpu", "cuda", "cpu"], "what was handed out stays"
+
+
+@pytest.mark.gpu
+def test_between_passes_a_model_takes_no_memory_of_the_gpu() -> None:
+    policy, other = deepcopy(tiny_policy()), tiny_policy(1)
+    policy.model.to("cuda")  # type: ignore[arg-type]
+    s = scorer()
+    s._named |= {"policy": lambda: policy.model, "reference": lambda: other.model}
+    found = s.logprobs(rows(), "reference")
+    assert other.model.device.type == "cpu" and policy.model.device.type == "cuda"
+    for a, b in zip(found, scorer().logprobs(rows(), "reference"), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3)
+
+
+def test_a_vocabulary_that_differs_is_refused_with_the_first_id_and_its_tokens() -> None:
+    class Words(SimpleNamespace):
+        def get_vocab(self) -> dict[str, int]:
+            return self.vocabulary
+
+    mine = Words(vocabulary={"a": 0, "b": 1, "c": 2})
+    require_vocabulary(mine, Words(vocabulary={"c": 2, "b": 1, "a": 0}), Path("same"))  # type: ignore[arg-type]
+    for theirs, found in (
+        ({"a": 0, "c": 1, "b": 2}, "id 1 is 'c' there and 'b' in the policy"),
+        ({"a": 0, "b": 1}, "id 2 is 'nothing' there and 'c' in the policy"),
+        ({"a": 0, "b": 1, "c": 2, "d": 3}, "id 3 is 'd' there and 'nothing' in the policy"),
+    ):
+        with pytest.raises(ValueError, match=f"weak: its vocabulary is not the policy's: {found}"):
+            require_vocabulary(mine, Words(vocabulary=theirs), Path("weak"))  # type: ignore[arg-type]

@@ -1,20 +1,23 @@
 """What other models, or the policy under another prompt, say about tokens that were sampled.
 
 A scorer knows its models by name: "policy" (as it is now), "reference" (after the warm start), or a folder. Rows are
-scored in packs, each node of a prefix forest once, without gradient; one pass a model.
+scored in packs, each node of a prefix forest once, without gradient; one pass a model. Between its passes a model is
+kept in the host's memory if the policy is on a GPU.
 
 Shape letters: T tokens of a row, K candidates, N tokens of a pack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sinkflex.attention.plan import Plan
 from sinkflex.envs.env import Message
@@ -54,19 +57,20 @@ class Scorer:
         self._named = dict(named)
         self._load = load
         self._models: dict[str, PreTrainedModel] = {}
+        self._lent: set[str] = set()
         self.chat, self._sampler = chat, sampler
         self._temperature, self._budget = temperature, budget
 
     def model(self, name: str) -> PreTrainedModel:
-        """Return a model by name or folder; it is loaded once."""
-        if name not in self._models:
-            make = self._named.get(name)
-            self._models[name] = make() if make else self._load(Path(name))
-        return self._models[name]
+        """Return a model by name or folder; it is loaded once, and from now on stays on the policy's device."""
+        self._lent.add(name)
+        model = self._loaded(name)
+        cast(torch.nn.Module, model).to(self._loaded("policy").device)
+        return model
 
     def save(self, name: str, folder: Path) -> None:
         """Write a model's weights and config as `policy/lora.py` does."""
-        save_model(self.model(name), folder)
+        save_model(self._loaded(name), folder)
 
     def logprobs(
         self,
@@ -95,20 +99,22 @@ class Scorer:
             if candidates:
                 ids = np.concatenate([row.streams[candidates][row.loss_mask] for row in batch.rows])
             heat = self._temperature if temperature is None else temperature
-            scores = node_logprobs(self.model(model), batch, sampled_nodes(batch), heat, candidates=ids)
+            scores = node_logprobs(awake, batch, sampled_nodes(batch), heat, candidates=ids)
             found = scores.candidate_logprobs if candidates else scores.logprobs
             assert found is not None
             return (found.float().cpu().numpy(),)
 
-        return [of_row for (of_row,) in self._packed(rows, edit, score)]
+        with self._at_work(model) as awake:
+            return [of_row for (of_row,) in self._packed(rows, edit, score)]
 
     def top_k(self, rows: Sequence[Row], model: str = "policy", k: int = 16) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return for each row the k likeliest ids in place of each sampled one, and their log-probs, [T, k] each."""
 
         def score(batch: Batch) -> tuple[np.ndarray, ...]:
-            return _likeliest(self.model(model), batch, sampled_nodes(batch), self._temperature, k)
+            return _likeliest(awake, batch, sampled_nodes(batch), self._temperature, k)
 
-        return [(ids, logprobs) for ids, logprobs in self._packed(rows, None, score)]
+        with self._at_work(model) as awake:
+            return [(ids, logprobs) for ids, logprobs in self._packed(rows, None, score)]
 
     def generate(
         self,
@@ -144,6 +150,27 @@ class Scorer:
                 sampler.close(sampled.stream)
         sampler.max_turn_tokens = of_a_turn
         return texts
+
+    def _loaded(self, name: str) -> PreTrainedModel:
+        if name not in self._models:
+            make = self._named.get(name)
+            self._models[name] = make() if make else self._load(Path(name))
+        return self._models[name]
+
+    @contextmanager
+    def _at_work(self, name: str) -> Iterator[PreTrainedModel]:
+        """Lend a model for one pass, after which it leaves the policy's GPU.
+
+        What `model` has handed out stays, and so does an adapter on the policy's own weights.
+        """
+        model, policy = self._loaded(name), self._loaded("policy")
+        apart = name not in self._lent and set(model.parameters()).isdisjoint(policy.parameters())
+        leaves = apart and policy.device.type != "cpu"
+        if leaves:
+            cast(torch.nn.Module, model).to(policy.device)
+        yield model
+        if leaves:
+            cast(torch.nn.Module, model).to("cpu")
 
     @torch.no_grad()
     def _packed(
@@ -181,6 +208,22 @@ def insert(row: Row, at: int, ids: Sequence[int]) -> Row:
         turn_index=widened(row.turn_index, int(row.turn_index[at])),
         streams={name: widened(values, 0) for name, values in row.streams.items()},
     )
+
+
+def require_vocabulary(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Refuse a model whose ids mean something else than the policy's.
+
+    Raises:
+        ValueError: with the first such id and its token on both sides.
+    """
+    mine, theirs = policy.get_vocab(), other.get_vocab()
+    if differs := mine.items() ^ theirs.items():
+        first = min(number for _, number in differs)
+        token, expected = ([t for t, n in known.items() if n == first] or ["nothing"] for known in (theirs, mine))
+        raise ValueError(
+            f"{folder}: its vocabulary is not the policy's: id {first} is {token[0]!r} there and {expected[0]!r} in "
+            "the policy. Type the folder of a model with the policy's tokenizer."
+        )
 
 
 def _placed(row: Row, values: np.ndarray) -> np.ndarray:
