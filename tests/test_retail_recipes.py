@@ -20,6 +20,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 SHORT = [
     "warmup.steps=1",
     "warmup.demonstrations=1",
+    "warmup.repeats=2",
     "warmup.batch_tokens=500",
     "env.max_turns=1",
     "rollout.groups=1",
@@ -57,9 +58,12 @@ def test_the_cpu_recipe_leaves_out_what_the_audit_finds():
 
 
 def test_demonstrations_of_retail_fit_into_the_recipe_and_are_often_paid():
-    config = load_config(RECIPES / "retail_cpu.toml", ["warmup.demonstrations=20", "env.user=scripted"])
+    config = load_config(RECIPES / "retail_cpu.toml", ["warmup.demonstrations=20", "warmup.repeats=3"])
     played = demonstrations(config)
-    assert len(played) == 20 and sum(dialogue.reward for dialogue in played) >= 6
+    assert sum(dialogue.reward for dialogue in played[:20]) >= 6
+    practiced = played[20:]
+    assert 30 < len(practiced) <= 40 and all(dialogue.reward == 1.0 for dialogue in practiced)
+    assert [dialogue.exchanges for dialogue in demonstrations(config)] == [dialogue.exchanges for dialogue in played]
     assert max(len(dialogue.exchanges) for dialogue in played) <= config.env.max_turns
 
 

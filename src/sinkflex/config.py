@@ -208,7 +208,7 @@ class WarmupConfig(Section):
     demonstrations: Count = 16
     """Train tasks shown by the expert."""
     repeats: Count = 4
-    """Episodes of the expert on each of them."""
+    """Episodes of the expert on each of them; in retail one, the others with practice customers."""
     omit: Fraction = 0.0
     """Probability with which the expert leaves out a check or a remedy, so that exploration has something to find."""
     forget: dict[str, Fraction] = {}

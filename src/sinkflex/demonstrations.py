@@ -6,15 +6,21 @@ from collections.abc import Iterator
 
 from sinkflex.build import make_env
 from sinkflex.config import Config
+from sinkflex.envs.tau2 import practice
+from sinkflex.envs.tau2.tasks import read
 from sinkflex.policy.clerk import ClerkAgent
 from sinkflex.policy.sweep import SweepAgent
 from sinkflex.rollout.scripted import Agent, Dialogue, play
 from sinkflex.seeds import generator, seed_for
 from sinkflex.tasks.suites import scored_tasks, training_tasks
+from sinkflex.users.retail import KINDS
 
 
 def demonstrations(config: Config) -> list[Dialogue]:
-    """Let the scripted expert play the warm start's train tasks; the run's seed decides which and how."""
+    """Let the scripted expert play the warm start's train tasks; the run's seed decides which and how.
+
+    In retail, where it plays a task in one way only, the other episodes have practice customers who get what they want.
+    """
     warmup, seed = config.warmup, config.run.seed
     train = scored_tasks(config.env.domain, "train")
     if warmup.demonstrations > len(train):
@@ -22,11 +28,24 @@ def demonstrations(config: Config) -> list[Dialogue]:
     picks = generator(seed, "demonstrations").permutation(len(train))[: warmup.demonstrations]
     env = make_env(config, offline=True)
     agent = expert(config)
-    return [
+    repeats = 1 if config.env.domain == "retail" else warmup.repeats
+    played = [
         play(env, agent, train[int(i)].task_id, seed_for(seed, "demonstration", int(i), repeat))
         for i in picks
-        for repeat in range(warmup.repeats)
+        for repeat in range(repeats)
     ]
+    others = (practice.name(seed, number) for number in range(len(picks) * (warmup.repeats - repeats)))
+    return [*played, *filter(fulfilled, (play(env, agent, name, seed=0) for name in others))]
+
+
+def fulfilled(dialogue: Dialogue) -> bool:
+    """True if a practice customer got all they want: each change was made, by a call that succeeded."""
+    task = read("retail", dialogue.task_id)
+    assert task.evaluation_criteria is not None
+    wishes = sorted(action.name for action in task.evaluation_criteria.actions or ())
+    made = sorted(c.name for action, _ in dialogue.exchanges for c in action.tool_calls if c.name in KINDS)
+    failed = any(message.error for _, observation in dialogue.exchanges for message in observation)
+    return dialogue.reward == 1.0 and made == wishes and not failed
 
 
 def expert(config: Config) -> Agent:

@@ -177,7 +177,7 @@ class ClerkAgent:
 
     def _payment(self, order: Mapping[str, Any]) -> Script:
         """Return the id of the payment method that the customer names, else of the one that the order was paid with."""
-        said = (yield from self._ask("Which payment method would you like to use?")).lower()
+        said = _of_order((yield from self._ask("Which payment method would you like to use?")), order)
         scores = {name: _likeness(said, method) for name, method in self._user["payment_methods"].items()}
         best = max(scores, key=lambda name: scores[name], default="")
         return best if scores.get(best) and "original" not in said else order["payment_history"][0]["payment_method_id"]

@@ -6,6 +6,7 @@ at about one million parameters, so that the whole loop runs on a laptop without
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -46,7 +47,9 @@ CHAT_TEMPLATE = (
 
 
 # What a token may not cross: a JSON string without blanks and the punctuation after it, a word, or other signs.
-WORDS = Regex(r' ?"[^"\s]*"[:,\]}]*| ?\w+| ?[^\w\s"]+|"|\s+')
+WORDS = r' ?"[^"\s]*"[:,\]}]*| ?\w+| ?[^\w\s"]+|"|\s+'
+# The same with three digits at most, for more numbers than ids can stand for: each has the same tokens wherever it is.
+DIGITS = r' ?"[^"\s\d]*"[:,\]}]*| ?[^\W\d]+|\d{1,3}| ?[^\w\s"]+| ?"[:,\]}]*|\s+'
 
 
 def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -56,10 +59,12 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
         texts: what the policy will read and write.
         vocabulary: number of ids, special tokens and the 256 bytes included.
     """
+    texts = list(texts)
+    numbers = {number for text in texts for number in re.findall(r"\d{4,}", text)}
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(WORDS, behavior="isolated"),
+            pre_tokenizers.Split(Regex(DIGITS if len(numbers) > vocabulary / 2 else WORDS), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

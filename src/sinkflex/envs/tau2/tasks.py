@@ -13,7 +13,7 @@ from typing import Any
 from tau2.data_model.tasks import Task
 from tau2.utils import DATA_DIR
 
-from sinkflex.envs.tau2 import infeasible
+from sinkflex.envs.tau2 import infeasible, practice
 
 DOMAINS = ("telecom", "retail", "airline", "mock")
 _TELECOM_ID = re.compile(r"\[(?P<family>\w+)_issue\](?P<faults>.*)\[PERSONA:(?P<persona>\w+)\]")
@@ -53,8 +53,10 @@ def spec(domain: str, task_id: str) -> TaskSpec:
     Raises:
         ValueError: the domain has no such task.
     """
+    if checked_domain(domain) == "retail" and practice.NAME.fullmatch(task_id):
+        return TaskSpec(domain, task_id)
     original = task_id.removesuffix(infeasible.SUFFIX)
-    if original not in _texts(checked_domain(domain)):
+    if original not in _texts(domain):
         raise ValueError(
             f"{domain} has no task {task_id!r}; {nearest(task_id, _texts(domain))}. "
             f"List them with sinkflex.envs.tau2.tasks.load({domain!r}, 'base')."
@@ -64,12 +66,14 @@ def spec(domain: str, task_id: str) -> TaskSpec:
 
 @cache
 def read(domain: str, task_id: str) -> Task:
-    """Return the package's own task object, or its infeasible form. Every environment shares it: do not change it.
+    """Return the package's own task object, its infeasible form, or a practice task; shared, so do not change it.
 
     Raises:
         ValueError: the domain has no such task.
     """
     spec(domain, task_id)
+    if practice.NAME.fullmatch(task_id):
+        return practice.build(task_id, "\n".join(_texts(domain)[id] for id in _ids(domain, "test")))
     if task_id.endswith(infeasible.SUFFIX):
         return infeasible.build(domain, read(domain, task_id.removesuffix(infeasible.SUFFIX)))
     return Task.model_validate_json(_texts(domain)[task_id])
