@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import transformers
 from test_sink_attention import LargestTensor
 
-from sinkflex.attention.plan import Plan
+from sinkflex.attention import aten, flex, varlen
+from sinkflex.attention.plan import KEPT, Plan
 from sinkflex.learner.checkpointing import checkpoint_layers
 from sinkflex.learner.vocabulary import weighted_logprob
 from sinkflex.policy import experts
@@ -57,3 +61,17 @@ def test_nothing_in_a_step_is_above_the_linear_bound(plan: Plan, checkpointed: b
 def test_eager_is_above_it() -> None:
     kept, made = largest(model_on("eager"), Plan.causal(TOKENS))
     assert min(kept, made) >= TOKENS * TOKENS * 4 * 4
+
+
+@pytest.mark.parametrize("backend", ["aten", "varlen", "flex"])
+def test_layouts_of_plans_that_are_gone_are_not_kept(backend: str) -> None:
+    layouts = {"aten": aten._calls, "varlen": varlen._calls, "flex": flex.block_mask}[backend]
+    alive = []
+    for tokens in range(20, 20 + 3 * KEPT):
+        plan = Plan.causal(tokens)
+        for window in (None, 8):
+            layouts(plan, window, torch.device("cpu"))
+        alive.append(weakref.ref(plan))
+    del plan
+    gc.collect()
+    assert sum(plan() is not None for plan in alive) <= KEPT

@@ -25,7 +25,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from sinkflex.attention.plan import Piece, Plan, Span
+from sinkflex.attention.plan import KEPT, Piece, Plan, Span
 
 FLASH_DEVICES = ("cpu",)  # the others run the efficient operator
 BLOCK = 64  # queries of a window block: from window / 2 to window was the quickest
@@ -198,7 +198,7 @@ def _window_mask(window: int | None, dtype: torch.dtype, device: torch.device) -
     return mask.masked_fill_((ahead < 0) | (ahead >= window), -torch.inf)[:, :keys]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=KEPT)
 def _calls(plan: Plan, window: int | None, device: torch.device) -> tuple[Call, ...]:
     """Lower the pieces of a plan: first the calls that start every token, then the ones that merge."""
     if device.type != "cpu":

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from sinkflex.attention.plan import Plan
+from sinkflex.attention.plan import KEPT, Plan
 
 BLOCK = 128
 
@@ -73,7 +73,7 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=KEPT)
 def block_mask(plan: Plan, window: int | None, device: torch.device) -> BlockMask:
     """The mask of a plan, with the blocks that are visible in full and in part."""
     whole, some = visible_blocks(plan, window)

@@ -28,6 +28,8 @@ import numpy as np
 
 Span = tuple[int, int]
 
+KEPT = 32  # layouts that are remembered: the windows of the few plans whose layers are run at the same time
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -252,7 +254,7 @@ def _first_tokens(path: tuple[Span, ...], count: int) -> tuple[Span, ...]:
     return tuple(kept)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=KEPT)
 def _pieces(plan: Plan, window: int | None) -> tuple[Piece, ...]:
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; expected 1 or more, or None for no window")

@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from sinkflex.attention.plan import Piece, Plan
+from sinkflex.attention.plan import KEPT, Piece, Plan
 
 _forward = torch.ops.aten._flash_attention_forward
 _backward = torch.ops.aten._flash_attention_backward
@@ -120,7 +120,7 @@ def _padded(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x.contiguous()
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=KEPT)
 def _calls(plan: Plan, window: int | None, device: torch.device) -> tuple[Call, ...]:
     """Pieces by level: those that start their tokens, then each one after the last that it shares a query with."""
     level = np.zeros(len(plan), dtype=np.int64)  # of the last piece of each token

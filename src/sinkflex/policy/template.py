@@ -58,7 +58,7 @@ class Template:
         source = tokenizer.get_chat_template(tools=list(tools) or None)
         self.source = _TODAY + source if "strftime_now" in source else source
         self.format = format_for(tool_format, source, tokenizer.get_vocab(), bool(tools))
-        self.read = lru_cache(maxsize=8192)(self.format.knowing(tools) if self.format.knowing else self.format.read)
+        self.read = lru_cache(maxsize=2048)(self.format.knowing(tools) if self.format.knowing else self.format.read)
         self._apply: Callable[..., Any] = tokenizer.apply_chat_template
         self._system = system
         self._tools: list[dict[str, Any]] | None = list(tools) or None
