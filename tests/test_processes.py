@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from sinkflex.methods.grpo import GRPO
-from sinkflex.processes import in_processes, processes, shares_of
+from sinkflex.processes import in_processes, in_threads, processes, shares_of
 from sinkflex.recipe import ConfigError, load_config
 from sinkflex.train import train
 from tests.methods.small_run import SMOKE, small
@@ -208,3 +209,35 @@ def test_forks_and_deadlines_exclude_each_other_and_a_gpu_is_not_shared() -> Non
     with pytest.raises(ConfigError, match=r"run\.processes = 1 or no deadline"):
         load_config(SMOKE, ["run.processes=2", "env.deadline_seconds=5", "run.deterministic=false"])
     assert [processes(3, torch.device(kind)) for kind in ("cpu", "cuda")] == [3, 1]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_no_thread_begins_another_part_after_one_failed(place: int) -> None:
+    begun = []
+
+    def work(at: int, part: int) -> None:
+        begun.append(part)
+        if at == place:
+            raise ZeroDivisionError(part)
+        time.sleep(0.1)
+
+    with pytest.raises(ZeroDivisionError, match=str(place)):
+        in_threads(work, [range(0, 100, 2), range(1, 100, 2)])
+    assert len(begun) <= 4
+
+
+@pytest.mark.parametrize("parts", [[1, 100], [50, 50]], ids=["while it waits", "while it works"])
+def test_ctrl_c_does_not_wait_for_the_parts_of_threads(parts: list[int]) -> None:
+    interrupt = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        in_threads(lambda place, part: time.sleep(0.05), [range(count) for count in parts])
+    assert time.monotonic() - started < 2
+
+
+def test_parts_come_back_share_by_share_from_one_core_each() -> None:
+    threads = torch.get_num_threads()
+    found = in_threads(lambda place, part: (place, part, torch.get_num_threads()), shares_of(5, 2))
+    assert found == [(0, 0, 1), (0, 2, 1), (0, 4, 1), (1, 1, 1), (1, 3, 1)]
+    assert torch.get_num_threads() == threads

@@ -15,6 +15,7 @@ import pickle
 import select
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -62,24 +63,33 @@ def in_processes(work: Work, shares: Sequence[Sequence[int]]) -> list[Any]:
         torch.set_num_threads(threads)
 
 
-def in_threads(work: Callable[[int, Sequence[int]], Any], shares: Sequence[Sequence[int]]) -> list[Any]:
-    """Return `work(place, share)` of each share: the first is worked on here, the others in threads, on one core each.
+def in_threads(work: Callable[[int, int], Any], shares: Sequence[Sequence[int]]) -> list[Any]:
+    """Return `work(place, part)` of each part, share by share: the first here, the others in threads, on one core each.
 
     Raises:
-        Exception: what `work` raised for the first share that failed, once all have ended.
+        BaseException: of Ctrl-C, or what `work` raised in the first share that failed; no thread begins another part.
     """
     if len(shares) == 1:
-        return [work(0, shares[0])]
+        return [work(0, part) for part in shares[0]]
+    over = threading.Event()
 
-    def alone(place: int, share: Sequence[int]) -> Any:
+    def alone(place: int, share: Sequence[int]) -> list[Any]:
         torch.set_num_threads(1)  # a thread has a number of its own
-        return work(place, share)
+        try:
+            return [work(place, part) for part in share if not over.is_set()]
+        except BaseException:
+            over.set()
+            raise
 
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(len(shares) - 1) as pool:
-            others = [pool.submit(alone, place, share) for place, share in enumerate(shares) if place]
-            return [alone(0, shares[0]), *(other.result() for other in others)]
+            try:
+                others = [pool.submit(alone, place, share) for place, share in enumerate(shares) if place]
+                found = [alone(0, shares[0]), *(other.result() for other in others)]
+            finally:
+                over.set()
+        return [of_part for of_share in found for of_part in of_share]
     finally:
         torch.set_num_threads(threads)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -72,6 +72,7 @@ class Learner:
         if config.checkpoint_layers:
             checkpoint_layers(model)
         self.models = [model, *(alias(model) for _ in range(cores - 1))]
+        self.needs = [Needs()]  # of the latest update, for each core
         decayed = [p for p in model.parameters() if p.ndim > 1]
         plain = [p for p in model.parameters() if p.ndim <= 1]
         self.optimizer = torch.optim.AdamW(
@@ -122,43 +123,45 @@ class Learner:
         if not parts:
             return sums
 
-        def work(place: int, share: Sequence[int]) -> dict[str, float]:
-            return self._accumulate(self.models[place], [parts[i] for i in share], loss, needs, counts)
+        if needs is not self.needs[0]:
+            self.needs = [needs, *(_with_own_reference(needs) for _ in self.models[1:])]
 
-        for model in self.models:
-            model.train(self.config.checkpoint_layers)
-        for found in in_threads(work, shares_of(len(parts), len(self.models))):
-            _add(sums, found)
-        for model in self.models:
-            model.eval()
-        for other in self.models[1:]:
-            for weight, copied in zip(self.model.parameters(), other.parameters(), strict=True):
-                if copied.grad is not None:
-                    weight.grad = copied.grad if weight.grad is None else weight.grad.add_(copied.grad)
-                    copied.grad = None
+        def work(place: int, part: int) -> dict[str, float]:
+            return self._accumulate(self.models[place], parts[part], loss, self.needs[place], counts)
+
+        try:
+            for model in self.models:
+                model.train(self.config.checkpoint_layers)
+            for found in in_threads(work, shares_of(len(parts), len(self.models))):
+                _add(sums, found)
+            for other in self.models[1:]:
+                for weight, copied in zip(self.model.parameters(), other.parameters(), strict=True):
+                    if copied.grad is not None:
+                        weight.grad = copied.grad if weight.grad is None else weight.grad.add_(copied.grad)
+        finally:
+            for model in self.models:
+                model.eval()
+            for other in self.models[1:]:
+                other.zero_grad()
         return sums
 
     def _accumulate(
-        self, model: PreTrainedModel, parts: Sequence[Sequence[Row]], loss: Loss, needs: Needs, counts: Counts
+        self, model: PreTrainedModel, part: Sequence[Row], loss: Loss, needs: Needs, counts: Counts
     ) -> dict[str, float]:
-        """Add the gradient of some micro-batches to a model's."""
-        sums: dict[str, float] = {}
-        for part in parts:
-            batch = forest(part)
-            inputs = self.loss_inputs(model, batch, needs, counts)
-            value, of_loss = loss(inputs)
-            value.backward()
-            found = {
-                "loss": float(value.detach()),
-                # On the policy's own samples, minus the log-prob is an unbiased estimate of the entropy.
-                "entropy": -float(inputs.policy_logprobs.detach().sum()),
-                **{name: float(amount) for name, amount in of_loss.items()},
-                "computed": float(len(inputs.policy_logprobs)),
-                "row_tokens": float(sum(map(len, part))),
-                "unique_tokens": float(len(batch)),
-            }
-            _add(sums, found)
-        return sums
+        """Add the gradient of a micro-batch to a model's."""
+        batch = forest(part)
+        inputs = self.loss_inputs(model, batch, needs, counts)
+        value, of_loss = loss(inputs)
+        value.backward()
+        return {
+            "loss": float(value.detach()),
+            # On the policy's own samples, minus the log-prob is an unbiased estimate of the entropy.
+            "entropy": -float(inputs.policy_logprobs.detach().sum()),
+            **{name: float(amount) for name, amount in of_loss.items()},
+            "computed": float(len(inputs.policy_logprobs)),
+            "row_tokens": float(sum(map(len, part))),
+            "unique_tokens": float(len(batch)),
+        }
 
     def recompute(self, rows: Sequence[Row]) -> None:
         """Give rows their proximal log-probs: those of the learner's weights as they are now."""
@@ -231,9 +234,16 @@ class Learner:
 
 
 def alias(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model on the very weights of another, which has gradients of its own."""
-    shared: dict[int, Tensor] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, {**shared, **{id(x): x for x in model.buffers()}})
+    """Return a model on the very weights of another, which has gradients and buffers of its own.
+
+    A forward pass may write into buffers (rotary embeddings that depend on the length do), and hooks are of one model.
+    """
+    return copy.deepcopy(model, {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()})
+
+
+def _with_own_reference(needs: Needs) -> Needs:
+    """Return needs whose reference no other thread runs."""
+    return needs if needs.reference is None else replace(needs, reference=alias(needs.reference))
 
 
 def _add(sums: dict[str, float], found: Mapping[str, float]) -> None:
