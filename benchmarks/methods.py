@@ -136,7 +136,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| mode | arm | seeds | held out | to grpo | episodes to grpo's end |", "| --- " * 6 + "|"]
     plain = {(row["mode"], row["seed"]): row for row in rows if row["arm"] == "grpo"}
     for mode, arm in ((mode, arm) for mode in MODES for arm in ARMS):
-        found = [row for row in rows if (row["arm"], row["mode"]) == (arm, mode)]
+        found = sorted((row for row in rows if (row["arm"], row["mode"]) == (arm, mode)), key=lambda row: row["seed"])
         pairs = [(row, plain[mode, row["seed"]]) for row in found if (mode, row["seed"]) in plain]
         if not found:
             continue

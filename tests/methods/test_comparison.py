@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -72,6 +73,15 @@ def test_the_results_are_those_of_the_recorded_rows() -> None:
     assert comparison.table(rows) in (docs / "results.md").read_text("utf-8")
     assert len({(row["arm"], row["mode"], row["seed"]) for row in rows}) == len(rows)
     assert {tuple(row["floors"].items()) for row in rows if row["mode"] == "dual"} == {tuple(rows[0]["floors"].items())}
+
+
+def test_what_the_documents_say_of_each_method_is_in_the_table() -> None:
+    docs = SCRIPTS.parent / "docs"
+    results = (docs / "results.md").read_text("utf-8")
+    said = re.findall(r"`(\w+)` in (dual|solo) ([+-].*? to .*?\))", (docs / "methods.md").read_text("utf-8"))
+    assert {"gspo", "stepo", "dtac", "tara", "empo", "river", "seed", "pats", "toolsrl"} <= {arm for arm, _, _ in said}
+    for arm, mode, gain in said:
+        assert re.search(rf"\| {mode} \| {arm} \| 5 \| [^|]* \| {re.escape(gain)} \|", results), (arm, mode, gain)
 
 
 def test_a_score_is_compared_with_the_real_reward_over_eight_checkpoints_at_least() -> None:
