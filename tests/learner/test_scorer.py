@@ -128,6 +128,10 @@ def test_on_a_gpu_a_model_of_a_folder_comes_for_its_pass_and_leaves(monkeypatch:
     alone = s.logprobs(rows(), "folder")
     s.top_k(rows(), "folder")
     assert moves == ["cuda", "cpu", "cuda", "cpu"]
+    with pytest.raises(MemoryError), s._at_work("folder"):
+        raise MemoryError
+    assert moves == ["cuda", "cpu"] * 3, "after a failure too"
+    moves[4:] = []
     s._models["twin"] = POLICY.model
     s.logprobs(rows(), "twin")
     assert POLICY.model.device.type == "cpu", "what has the policy's own weights stays where those are"

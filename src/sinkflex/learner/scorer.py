@@ -168,9 +168,11 @@ class Scorer:
         leaves = apart and policy.device.type != "cpu"
         if leaves:
             cast(torch.nn.Module, model).to(policy.device)
-        yield model
-        if leaves:
-            cast(torch.nn.Module, model).to("cpu")
+        try:
+            yield model
+        finally:
+            if leaves:
+                cast(torch.nn.Module, model).to("cpu")
 
     @torch.no_grad()
     def _packed(
