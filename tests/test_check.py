@@ -211,8 +211,8 @@ def the_loss_favors_the_first_rows(patch: Patch, subject: Subject) -> None:
 
 @fault(gradients.resplit)
 def a_row_is_taken_for_an_episode(patch: Patch, subject: Subject) -> None:
-    def per_row(self: Learner, batch: Any, needs: Any, counts: Any) -> LossInputs:
-        inputs = original(self, batch, needs, counts)
+    def per_row(self: Learner, model: Any, batch: Any, needs: Any, counts: Any) -> LossInputs:
+        inputs = original(self, model, batch, needs, counts)
         lengths = [row.loss_mask.sum() for row in batch.rows]
         inputs.advantages *= torch.tensor(np.repeat(1 / np.array(lengths), lengths), dtype=torch.float32)
         return inputs
