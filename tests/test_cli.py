@@ -306,6 +306,14 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_continue(here, tmp_path):
     assert f"train.steps was 1000, is now {final}" in error
     assert f"\nsteps = {final}\n" in (tmp_path / "config.toml").read_text()
 
+    kept = (tmp_path / "config.toml").read_text()
+    shape, domain = ["model.tiny.hidden=48"], ["env.domain=telecom", "tasks.split=train", "validation.split=test"]
+    for changes, said in ((shape, "model.tiny.hidden was 32, is now 48"), (domain, 'env.domain was "mock", is now')):
+        words = [word for change in (f"train.steps={final + 1}", *changes) for word in ("--set", change)]
+        status, _, error = here(*arguments, *words)
+        assert status == 2 and said in error and "--set run.name=NEW" in error
+    assert (tmp_path / "config.toml").read_text() == kept
+
 
 @pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="needs root to mount a small disk")
 def test_a_really_full_disk_ends_in_one_line(here, tmp_path):

@@ -213,3 +213,9 @@ def test_each_task_stands_beside_its_floors() -> None:
         {"task": "a", "trials": 3, "invalid": 1, "solved": 1, "mean": 0.5, "do_nothing": 1.0, "echo": 0.0},
         {"task": "b", "trials": 1, "invalid": 1, "solved": 0, "mean": None, "do_nothing": 0.0, "echo": None},
     ]
+
+
+@pytest.mark.parametrize("n", [1, 40, 200, 977])
+def test_an_interval_of_no_success_begins_at_exactly_zero_and_one_of_all_ends_at_one(n: int) -> None:
+    assert wilson_interval(0.0, n)[0] == 0.0 < wilson_interval(0.0, n)[1]
+    assert wilson_interval(1.0, n)[1] == 1.0 > wilson_interval(1.0, n)[0]

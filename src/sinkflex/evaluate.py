@@ -12,6 +12,7 @@ from sinkflex import checkpoint
 from sinkflex.build import live_env, make_chat, make_env, make_sampler, open_workers, set_up_torch
 from sinkflex.config import Config, EnvConfig
 from sinkflex.demonstrations import corpus
+from sinkflex.envs.own import is_own
 from sinkflex.envs.tau2.env import Tau2Env
 from sinkflex.policy.model import Policy, load_policy, new_policy
 from sinkflex.rollout.group import Phase, rollout
@@ -95,7 +96,7 @@ def play(
     groups = roll_out(config, policy, task_ids, trials, phase)
     if save is not None:
         write_trajectories(save, groups)
-    header = {"policy": where, "suite": f"tau2/{config.env.domain}", "split": split, "temperature": chosen}
+    header = {"policy": where, "suite": suite_of(config.env.domain), "split": split, "temperature": chosen}
     if top_p < 1:
         header["top_p"] = top_p
     if temperature is None and trials > 1:
@@ -117,7 +118,7 @@ def recorded(path: Path) -> Played:
     if len(domains) != 1 or not domains[0]:
         raise ValueError(f"{path}: expected episodes of one domain, found {domains}; record them with --save")
     users = sorted({t.user for t in episodes})
-    header = {"policy": str(path), "suite": f"tau2/{domains[0]}", "split": "as recorded", "temperature": "as recorded"}
+    header = {"policy": str(path), "suite": suite_of(domains[0]), "split": "as recorded", "temperature": "as recorded"}
     text = f"{_user_text(users)}, {_package()}, prompt as recorded"
     options = {"solo": users == ["none"], "max_turns": EnvConfig().max_turns}
     return Played(groups, header, text, lambda: Tau2Env(domains[0], "base", **options))
@@ -149,8 +150,15 @@ def roll_out_training_tasks(config: Config, episodes: int) -> dict[str, Any]:
     return {"policy": where, "file": str(path), **summarize(groups), "about": about(config)}
 
 
+def suite_of(domain: str) -> str:
+    """Return the name of a domain's suite; an environment of one's own is its own."""
+    return domain if is_own(domain) else f"tau2/{domain}"
+
+
 def about(config: Config) -> str:
-    """Return what a tau2 score must be read with: user, package version, prompt."""
+    """Return what a score must be read with: of tau2, user, package version and prompt."""
+    if is_own(config.env.domain):
+        return f"environment {config.env.domain}, tools {config.prompt.tools}"
     user = _user_text(["none" if config.env.solo else config.env.user])
     if config.env.user == "endpoint":
         user += f" ({config.env.endpoint.model})"

@@ -37,6 +37,8 @@ from sinkflex.tasks.sampling import TaskSampler
 from sinkflex.tasks.suites import infeasible_tasks, scored_tasks, training_tasks
 from sinkflex.trajectory import Group
 
+FIXED = ("model.tiny.", "env.domain ")  # options that a run keeps to its end
+
 
 class Outage(ValueError):
     """Too many episodes are invalid to go on; the run has been saved as it was before them."""
@@ -230,6 +232,11 @@ def _open_run(config: Config, directory: Path, method: Method, lock: IO[str]) ->
         position = START
     else:
         for change in saved.changes(provenance(config)):
+            if change.startswith(FIXED):
+                raise ValueError(
+                    f"{directory} holds a run, and {change}, which decides what a policy is. Take the change back, or "
+                    "start anew with --set run.name=NEW"
+                )
             print(f"continuing {directory}: {change}", file=sys.stderr)
         policy = continued_policy(config, saved.path / "model")
         position = saved.state()["metrics"]

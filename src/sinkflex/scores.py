@@ -63,7 +63,8 @@ def wilson_interval(rate: float, n: int, level: float = LEVEL) -> tuple[float, f
     z = NormalDist().inv_cdf((1 + level) / 2)
     center = (rate + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    return max(0.0, center - half), min(1.0, center + half)
+    # At 0 and 1 one end is exact, which rounding would miss.
+    return max(0.0, center - half) if rate else 0.0, min(1.0, center + half) if rate < 1 else 1.0
 
 
 def mcnemar(better: int, worse: int) -> float:

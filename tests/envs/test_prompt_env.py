@@ -15,6 +15,7 @@ from sinkflex.envs.check import check_environment
 from sinkflex.envs.env import Action, EnvironmentFault, StopReason, ToolCall, ToolFault
 from sinkflex.envs.own import own_environment
 from sinkflex.envs.prompts import PromptEnv, schema
+from sinkflex.evaluate import about, suite_of
 from sinkflex.recipe import load_config, parse_section
 from sinkflex.tasks.suites import scored_tasks, training_tasks
 
@@ -130,6 +131,8 @@ def test_a_recipe_names_an_environment_of_ones_own(monkeypatch: pytest.MonkeyPat
     assert isinstance(make_env(config), PromptEnv)
     assert [task.task_id for task in training_tasks("own_reward:sums", "train")][:2] == ["train/1", "train/2"]
     assert [task.task_id for task in scored_tasks("own_reward:sums", "test")][:1] == ["test/1"]
+    assert about(config) == "environment own_reward:sums, tools full", "nothing of it is tau2's"
+    assert (suite_of("own_reward:sums"), suite_of("retail")) == ("own_reward:sums", "tau2/retail")
     with pytest.raises(ValueError, match="holdout: no training on it"):
         training_tasks("own_reward:sums", "test")
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,3 +110,10 @@ def test_micro_batches_hold_every_row_once_within_the_budget(rows: list[list[int
         assert len({row.trajectory_index for row in part}) == 1 or len(forest(part)) <= budget
     homes = [{row.trajectory_index for row in part} for part in parts]
     assert sum(map(len, homes)) == len(set().union(*homes)), "a trajectory is split over micro-batches"
+
+
+@pytest.mark.parametrize("advantages", [[0.5], [0.5] * 4, [[0.5] * 3]])
+def test_an_episode_with_too_few_or_too_many_advantages_is_refused_with_what_is_expected(advantages) -> None:
+    group = Group("t", [trajectory([([1, 2], [3, 4, 5], False)])])
+    with pytest.raises(ValueError, match=r"an episode of 3 sampled tokens; expected one each.*np\.full"):
+        rows_of([group], [[np.array(advantages, np.float32)]])

@@ -19,11 +19,20 @@ def rows_of(groups: Sequence[Group], advantages: Sequence[Sequence[np.ndarray]])
 
     Returns:
         Rows; `trajectory_index` counts valid trajectories over all groups.
+
+    Raises:
+        ValueError: a method gave an episode fewer or more advantages than it has sampled tokens.
     """
     rows: list[Row] = []
     trajectory_index = 0
     for group_index, (group, of_members) in enumerate(zip(groups, advantages, strict=True)):
         for trajectory, values in zip(group.valid, of_members, strict=True):
+            if np.shape(values) != (trajectory.sampled_tokens,):
+                raise ValueError(
+                    f"advantages of shape {np.shape(values)} for an episode of {trajectory.sampled_tokens} sampled "
+                    "tokens; expected one each: let the method's `advantages` return "
+                    "np.full(t.sampled_tokens, a, np.float32) for every valid member t"
+                )
             rows += cut(trajectory, values, group_index, trajectory_index)
             trajectory_index += 1
     return rows
