@@ -36,7 +36,7 @@ def processes(wanted: int, device: torch.device) -> int:
 
 
 def shares_of(count: int, processes: int) -> list[range]:
-    """Return which of `count` parts each process works on; none has nothing to do."""
+    """Return which of `count` parts each process or thread works on; none has nothing to do."""
     return [range(first, count, processes) for first in range(min(processes, count))]
 
 

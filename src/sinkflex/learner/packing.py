@@ -82,7 +82,7 @@ def micro_batches(rows: Sequence[Row], budget: int, parts: int = 1) -> list[list
     Args:
         rows: rows of whole trajectories.
         budget: nodes.
-        parts: how many processes want to work on them; rows that would fit into fewer micro-batches are shared out.
+        parts: how many cores want to work on them; rows that would fit into fewer micro-batches are shared out.
     """
     trajectories: dict[int, list[Row]] = {}
     for row in rows:
