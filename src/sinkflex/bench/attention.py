@@ -22,7 +22,7 @@ from torch import Tensor
 from sinkflex.attention.cache import GroupCache, cached_attention
 from sinkflex.attention.plan import Plan
 from sinkflex.attention.sink import sink_attention
-from sinkflex.bench.cell import Row, cpu_seconds, in_own_process, peak_rise, saved_bytes
+from sinkflex.bench.cell import Row, cpu_seconds, in_own_process, peak_operations, peak_rise, saved_bytes
 from sinkflex.bench.chart import log_chart
 
 HEADS, KV_HEADS, SIZE, WINDOW = 8, 2, 64, 128
@@ -183,14 +183,8 @@ def _layer(cell: Row) -> Row:
     found["saved_bytes"] = saved_bytes(lambda: _attention(path, leaves, window), leaves)
     if path == "sink_plan" and window is None:
         useful = 3.5 * 2 * tokens**2 * SIZE * HEADS  # causal: half of 4 S^2 D H, the backward counts 2.5 times
-        found["gemm_fraction"] = useful / found["seconds"] / gemm_peak()
+        found["gemm_fraction"] = useful / found["seconds"] / peak_operations()
     return found
-
-
-def gemm_peak() -> float:
-    """Floating-point operations a second of a 2048 x 2048 float32 product."""
-    x = torch.randn(2048, 2048)
-    return 2 * 2048**3 / cpu_seconds(lambda: x @ x, 5)
 
 
 def _group(cell: Row) -> Row:

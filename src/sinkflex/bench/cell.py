@@ -60,6 +60,12 @@ def cpu_seconds(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
+def peak_operations() -> float:
+    """Floating-point operations a second of a 2048 x 2048 float32 product, by CPU time."""
+    x = torch.randn(2048, 2048)
+    return 2 * 2048**3 / cpu_seconds(lambda: x @ x, 5)
+
+
 def peak_rise(call: Callable[[], object]) -> int | None:
     """Bytes by which resident memory rises at most during a call; None where the kernel does not tell."""
     try:

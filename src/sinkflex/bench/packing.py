@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sinkflex.bench.attention import gemm_peak
 from sinkflex.bench.cell import Row as Cell
-from sinkflex.bench.cell import in_own_process
+from sinkflex.bench.cell import in_own_process, peak_operations
 from sinkflex.bench.update import measured, synthetic_rows
 from sinkflex.config import Config, TinyConfig
 from sinkflex.envs.env import Action, Message
@@ -91,7 +90,7 @@ def measure(cell: Cell) -> Cell:
     if not group:
         body, head = weights_met(model)
         operations = 6 * (body * found["tokens"] + head * sum(int(row.loss_mask.sum()) for row in rows))
-        found["fraction"] = operations / found["seconds"] / gemm_peak()
+        found["fraction"] = operations / found["seconds"] / peak_operations()
     return found
 
 

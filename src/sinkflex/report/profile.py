@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from sinkflex.bench.cell import peak_operations
 from sinkflex.run import Run
 
 PARTS = ("environment", "prefill", "decode", "score", "update")
@@ -70,17 +69,6 @@ def weights_met(model: PreTrainedModel) -> tuple[int, int]:
         if weight.ndim > 1 and id(weight) not in lookups and not (output is not None and weight is output.weight):
             body += weight.numel() * (of_experts if ".experts." in name else 1)
     return int(body), head
-
-
-def peak_operations(size: int = 2048) -> float:
-    """Return the floating-point operations a second of a square float32 product."""
-    x = torch.randn(size, size)
-    times = []
-    for _ in range(4):
-        started = time.perf_counter()
-        _ = x @ x
-        times.append(time.perf_counter() - started)
-    return 2 * size**3 / min(times)
 
 
 def _records(run: Run) -> list[dict[str, float]]:
