@@ -1,6 +1,6 @@
 """Weak to strong: what RL teaches a policy of one layer, transferred to one of three layers without any reward.
 
-    python benchmarks/direct_opd.py --seeds 0 1 2 --out runs/direct_opd.jsonl
+    python benchmarks/direct_opd.py --seeds 0 1 2 3 4 --out runs/direct_opd.jsonl
     python benchmarks/direct_opd.py --table --out runs/direct_opd.jsonl
 
 For each seed: a weak policy's warm start and its GRPO are the pair; a strong policy's warm start is the student, whose
