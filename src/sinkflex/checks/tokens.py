@@ -34,7 +34,7 @@ def template(subject: Subject) -> str:
         history += reply
         whole = chat.start(history)
         if not forked and ids != whole:
-            place = common_prefix(np.array(ids), np.array(whole))
+            place = common_prefix(ids, whole)
             ours, theirs = (chat.tokenizer.decode(x[max(place - 4, 0) : place + 8]) for x in (ids, whole))
             raise Broken(
                 f"token {place}: turn by turn {ours!r}, in one rendering {theirs!r}",

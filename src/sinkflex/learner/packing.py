@@ -47,15 +47,16 @@ class Batch:
 
 def forest(rows: Sequence[Row]) -> Batch:
     """Merge rows into one prefix forest."""
-    order = sorted(range(len(rows)), key=lambda r: rows[r].token_ids.tolist())
+    lists = [row.token_ids.tolist() for row in rows]
+    order = sorted(range(len(rows)), key=lists.__getitem__)
     node_index: list[np.ndarray] = [np.empty(0, np.int64)] * len(rows)
     tokens, positions, parents = [], [], []
     end_of: dict[int, int] = {}
     count, previous = 0, np.empty(0, np.int64)
-    previous_ids = np.empty(0, np.int64)
+    previous_ids: list[int] = []
     for r in order:
         ids = rows[r].token_ids
-        shared = common_prefix(previous_ids, ids)
+        shared = common_prefix(previous_ids, lists[r])
         for node in previous[shared:].tolist():
             end_of[node] = count
         new = np.arange(count, count + len(ids) - shared)
@@ -63,7 +64,7 @@ def forest(rows: Sequence[Row]) -> Batch:
         tokens.append(ids[shared:])
         positions.append(np.arange(shared, len(ids)))
         parents.append(np.concatenate([[-1], path[:-1]])[shared:])
-        node_index[r], previous, previous_ids = path, path, ids
+        node_index[r], previous, previous_ids = path, path, lists[r]
         count += len(new)
     for node in previous.tolist():
         end_of[node] = count
@@ -89,7 +90,7 @@ def micro_batches(rows: Sequence[Row], budget: int, parts: int = 1) -> list[list
         trajectories.setdefault(row.trajectory_index, []).append(row)
     ordered = sorted(trajectories.values(), key=lambda t: t[0].token_ids.tolist())
     sizes = [sum(map(len, of_trajectory)) for of_trajectory in ordered]
-    ids = [np.empty(0, np.int64), *(of_trajectory[0].token_ids for of_trajectory in ordered)]
+    ids = [[], *(of_trajectory[0].token_ids.tolist() for of_trajectory in ordered)]
     added = [size - common_prefix(*pair) for size, pair in zip(sizes, pairwise(ids), strict=True)]
     starts = np.cumsum(added) - added
     part_of = (starts * parts // max(sum(added), 1)).tolist()
@@ -105,8 +106,12 @@ def micro_batches(rows: Sequence[Row], budget: int, parts: int = 1) -> list[list
     return batches
 
 
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the number of leading entries that two integer arrays share."""
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if len(differs) else n
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the number of leading entries that two lists share."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # the first `low` entries agree, the first `high` do not
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
+    return low

@@ -46,7 +46,6 @@ def cut(trajectory: Trajectory, advantages: np.ndarray, group_index: int, trajec
         advantages: [number of sampled tokens] float32.
         group_index, trajectory_index: where it belongs.
     """
-    assert len(advantages) == trajectory.sampled_tokens
     starts = [0] + [k for k, turn in enumerate(trajectory.turns) if k and turn.forks] + [len(trajectory.turns)]
     rows = []
     used = 0

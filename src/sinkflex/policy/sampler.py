@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sinkflex.learner.packing import common_prefix
 from sinkflex.policy.drafts import CONTEXTS, Drafts
 from sinkflex.policy.slots import Segment, SlotCache
 
@@ -352,14 +353,3 @@ def nucleus(logprobs: Tensor, top_p: float) -> Tensor:
     before = ordered.exp().cumsum(-1) - ordered.exp()
     beyond = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, ids, before >= top_p)
     return logprobs.masked_fill(beyond, float("-inf")).log_softmax(-1)
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the number of leading entries that two lists share."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
-    while high - low > 1:  # the first `low` entries agree, the first `high` do not
-        middle = (low + high) // 2
-        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
-    return low
