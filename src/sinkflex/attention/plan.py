@@ -67,11 +67,6 @@ class Piece:
     window: int | None = None
     first: bool = False
 
-    @property
-    def key_count(self) -> int:
-        """Number of keys."""
-        return sum(stop - start for start, stop in self.keys)
-
 
 class Plan:
     """The mask of N tokens in depth-first order.

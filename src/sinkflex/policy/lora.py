@@ -146,8 +146,7 @@ def twin(model: PreTrainedModel, folder: Path) -> PreTrainedModel | None:
     mine, other = (_shape(c) for c in (model.peft_config[ADAPTER], config))  # type: ignore[index]
     if mine != other:
         return None
-    shared = [p for p in model.parameters() if not p.requires_grad]
-    made = copy.deepcopy(model, {id(x): x for x in (*shared, *model.buffers())})
+    made = copy.deepcopy(model, {id(p): p for p in model.parameters() if not p.requires_grad})
     _fill(made, folder)
     return made.requires_grad_(False)
 
