@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator
 
 from sinkflex.config import OWN_SPLITS, SPLITS, USERS, Config, EnvConfig
+from sinkflex.envs.own import is_own
 
 
 def contradictions(config: Config) -> Iterator[tuple[bool, str]]:
@@ -68,8 +69,7 @@ def contradictions(config: Config) -> Iterator[tuple[bool, str]]:
 
 
 def _domain_contradictions(env: EnvConfig) -> Iterator[tuple[bool, str]]:
-    module, _, name = env.domain.partition(":")
-    own = bool(module and name)
+    own = is_own(env.domain)
     near = difflib.get_close_matches(env.domain, SPLITS, n=1) or ["telecom"]
     yield (
         env.domain not in SPLITS and not own,
@@ -95,9 +95,8 @@ def _split_contradictions(config: Config) -> Iterator[tuple[bool, str]]:
 
 
 def _user_contradictions(env: EnvConfig) -> Iterator[tuple[bool, str]]:
-    module, _, name = env.user.partition(":")
     yield (
-        env.user not in USERS and not (module and name),
+        env.user not in USERS and not is_own(env.user),
         f'env.user = "{env.user}": there is no such user. Type "scripted", "endpoint", "replay" or '
         '"package.module:callable".',
     )

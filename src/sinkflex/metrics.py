@@ -82,8 +82,6 @@ METRICS: dict[str, Metric] = {
     "timing/score_seconds": Metric("seconds", "advantages, and what other models say"),
     "timing/update_seconds": Metric("seconds", "updating the weights"),
     "timing/validation_seconds": Metric("seconds", "validating"),
-    "timing/sampled_tokens_per_second": Metric("tokens/s", "tokens the policy sampled in a second of rollout"),
-    "timing/update_tokens_per_second": Metric("tokens/s", "row tokens in a second of update"),
     "timing/peak_memory_bytes": Metric("bytes", "largest memory so far: of the process, or of the GPU if there is one"),
 }
 

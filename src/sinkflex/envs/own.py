@@ -34,9 +34,9 @@ class OwnEnvironment(Protocol):
         ...
 
 
-def is_own(domain: str) -> bool:
-    """True if the domain is a path to a callable rather than a name."""
-    module, _, name = domain.partition(":")
+def is_own(path: str) -> bool:
+    """True for a path to a callable, of a domain or a user, rather than a name."""
+    module, _, name = path.partition(":")
     return bool(module and name)
 
 

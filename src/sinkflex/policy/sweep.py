@@ -85,7 +85,6 @@ class SweepAgent:
         diagnose: mend only what a check shows to be broken; False tries every remedy, which costs as many turns and
             needs no reading: the user guards the phone's toggles, and alone the answer to a call says how one stands.
         shuffle: randomize the order of checks and remedies that do not depend on each other.
-        transfer: call transfer_to_human_agents when nothing is left to try.
         solo: the agent owns the phone's tools and ends the episode with `done`.
     """
 
@@ -96,7 +95,6 @@ class SweepAgent:
         forget: Mapping[str, float] | None = None,
         diagnose: bool = True,
         shuffle: bool = False,
-        transfer: bool = True,
         solo: bool = False,
     ) -> None:
         self.rng_seed = rng_seed
@@ -110,7 +108,6 @@ class SweepAgent:
                 )
         self.diagnose = diagnose
         self.shuffle = shuffle
-        self.transfer = transfer
         self.solo = solo
         self.reset(0)
 
@@ -135,28 +132,27 @@ class SweepAgent:
 
     def _solve(self, opening: str) -> Script:
         """The whole episode: yields actions, is sent what comes back, and never ends by itself."""
+        self._opening = opening
         self._single = self.solo or "one step at a time" in opening
         self._family = "mms" if "MMS" in opening else "speed" if "mobile data" in opening else "service"
         self._abroad = "abroad" in opening
         self._remedies: list[Request] = []
         self._reboot = False
-        self._keys = yield from self._identify(opening)
+        self._keys = yield from self._identify()
         parts = [self._diagnose, self._account]
         if self.shuffle and self._rng.random() < 0.5:
             parts.reverse()
-        hopeless = not self._keys or (yield from parts[0](opening)) or (yield from parts[1](opening))
+        hopeless = not self._keys or (yield from parts[0]()) or (yield from parts[1]())
         if not hopeless and (yield from self._mend()):
             while True:
                 yield from self._call("done") if self.solo else self._say("Is there anything else?")
-        if self.transfer:
-            yield from self._call("transfer_to_human_agents", summary="The issue could not be solved.")
+        yield from self._call("transfer_to_human_agents", summary="The issue could not be solved.")
         while True:
-            ending = TRANSFER_NOTICE if self.transfer else "I am sorry, I cannot solve this."
-            yield from self._call("done") if self.solo else self._say(ending)
+            yield from self._call("done") if self.solo else self._say(TRANSFER_NOTICE)
 
-    def _identify(self, opening: str) -> Script:
+    def _identify(self) -> Script:
         """Look the customer up. Returns the ids of customer and line that the agent's tools want, or {}."""
-        phone = _PHONE.search(opening) or _PHONE.search((yield from self._say("What is your phone number?")))
+        phone = _PHONE.search(self._opening) or _PHONE.search((yield from self._say("What is your phone number?")))
         if not phone:
             return {}
         customer = _fields((yield from self._call("get_customer_by_phone", phone_number=phone[0])))
@@ -165,7 +161,7 @@ class SweepAgent:
         line = min(customer["line_ids"], key=lambda name: name[-3:] != phone[0][-3:])  # L1002 is 555-123-2002
         return {"customer_id": customer["customer_id"], "line_id": line}
 
-    def _diagnose(self, opening: str) -> Script:
+    def _diagnose(self) -> Script:
         """Collect the remedies for what the phone shows. Returns True if a locked SIM makes the case hopeless."""
         if not self.diagnose:
             self._remedies = [remedy for check in FAULTS for remedy in self._faults(check)]
@@ -176,12 +172,12 @@ class SweepAgent:
             self._remedies += self._faults(check.tool, heard)
         return _shows(r"sim(?: card status)?: locked", heard)
 
-    def _account(self, opening: str) -> Script:
+    def _account(self) -> Script:
         """Mend what the agent's own tools can. Returns True if an ended contract makes the case hopeless."""
         if self._family == "service":
             return (yield from self._lift_suspension())
         for remedy in self._chosen([self._enable_roaming, self._refuel] if self._abroad else [self._refuel]):
-            yield from remedy(opening)
+            yield from remedy()
         return False
 
     def _lift_suspension(self) -> Script:
@@ -201,16 +197,17 @@ class SweepAgent:
         self._reboot = True
         return False
 
-    def _enable_roaming(self, opening: str) -> Script:
+    def _enable_roaming(self) -> Script:
         yield from self._call("enable_roaming", **self._keys)
 
-    def _refuel(self, opening: str) -> Script:
+    def _refuel(self) -> Script:
         """Add data if it is used up, as much as the user wants."""
         usage = _fields((yield from self._call("get_data_usage", **self._keys)))
         used, limit, extra = (float(usage.get(f"data_{name}_gb", 0)) for name in ("used", "limit", "refueling"))
         if not usage or used < limit + extra:
             return
-        answer = opening if self.solo else (yield from self._say("Your data is used up. How much should I refuel?"))
+        question = "Your data is used up. How much should I refuel?"
+        answer = self._opening if self.solo else (yield from self._say(question))
         amount = re.search(r"([\d.]+) GB", answer)
         yield from self._call("refuel_data", **self._keys, gb_amount=float(amount[1]) if amount else MAX_REFUEL_GB)
 

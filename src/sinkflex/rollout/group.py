@@ -1,4 +1,4 @@
-"""Many episodes at once: whichever environment is ready asks the sampler for a turn, in one loop without threads."""
+"""Many episodes at once, in one loop: whichever environment is ready asks the sampler for a turn."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@
     other                    the oracle fails twice; or the same calls, or the same state, are judged otherwise again
     clean                    none of these
 
-A fault is what the check has found, in words. The gold calls are read here and in `envs/tau2/scoring.py` alone.
+A fault is what the check has found, in words.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from typing import Any
 
 from tau2.data_model.message import ToolCall as PackageCall
 from tau2.environment.environment import Environment
-from tau2.environment.toolkit import ToolType
 
 from sinkflex.config import Verdict
 from sinkflex.envs.env import Action, Message, ToolCall
 from sinkflex.envs.tau2 import actions, policies, scoring, tasks
 from sinkflex.envs.tau2.database import RecordTable, new_world, state_hash, template
 from sinkflex.envs.tau2.env import Tau2Env
+from sinkflex.envs.tau2.infeasible import TRANSFER
 from sinkflex.rollout.scripted import Agent, play
 from sinkflex.tasks.floors import FLOORS
+from sinkflex.tasks.gold import changes
 from sinkflex.tasks.oracle import oracle
 
 RANDOM_EPISODES, RANDOM_CALLS = 8, 6
 ORACLE_EPISODES = 2
-TRANSFER = "transfer_to_human_agents"
 # Arguments that are lists without an order: a reversed one means the same. Lists of one call are reversed together.
 SETS = ("item_ids", "new_item_ids", "passengers", "payment_methods")
 # What a change is made to. Changes to different ones can change places.
@@ -125,7 +125,7 @@ class Case:
     def graded(self, index: int) -> bool:
         """True for a gold call that ought to matter: a change, a hand-over, or any call where calls are graded."""
         call = self.gold[index]
-        return call.name == TRANSFER or _changes(self.domain, call) or self.grades_calls
+        return call.name == TRANSFER or changes(self.domain, call.name) or self.grades_calls
 
     @cached_property
     def grades_calls(self) -> bool:
@@ -211,7 +211,7 @@ def leak(case: Case) -> str | None:
     prompt = policies.policy(case.domain, case.solo, "full") + json.dumps(actions.agent_tools(case.domain, case.solo))
     heard = case.told
     for call, (answer, _) in zip(case.gold, case.replayed.answers, strict=True):
-        if _changes(case.domain, call) and call.actor == "assistant":
+        if changes(case.domain, call.name) and call.actor == "assistant":
             for key, value in call.arguments.items():
                 if _is_name(value) and value in prompt and value not in heard:
                     return f"the prompt holds {key} of {call.name}"
@@ -223,12 +223,12 @@ def ambiguous(case: Case) -> str | None:
     """Which equivalent order of gold is judged otherwise."""
     for i, call in enumerate(case.gold):
         lists = {key: value[::-1] for key, value in call.arguments.items() if key in SETS and value != value[::-1]}
-        if lists and _changes(case.domain, call):
+        if lists and changes(case.domain, call.name):
             turned = Call(call.actor, call.name, {**call.arguments, **lists})
             if case.replay([*case.gold[:i], turned, *case.gold[i + 1 :]]).paid != case.replayed.paid:
                 return f"the order of {', '.join(lists)} decides in call {i}, {call.name}"
-    changes = [i for i, call in enumerate(case.gold) if _changes(case.domain, call) and _object(call)]
-    for first, second in pairwise(changes):
+    made = [i for i, call in enumerate(case.gold) if changes(case.domain, call.name) and _object(call)]
+    for first, second in pairwise(made):
         calls = list(case.gold)
         calls[first], calls[second] = calls[second], calls[first]
         if _object(calls[first]) != _object(calls[second]) and case.replay(calls).paid != case.replayed.paid:
@@ -266,18 +266,12 @@ def _perturbed(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """Yield (argument, the call with another value of it): the next one that gold gives it in another task."""
     if case.grades_calls and call.arguments:
         yield "argument, none at all,", Call(call.actor, call.name, {})
-    if _changes(case.domain, call):
+    if changes(case.domain, call.name):
         for key, value in call.arguments.items():
             known = _gold_values(case.domain).get((call.name, key), [])
             place = next((i for i, one in enumerate(known) if one == value), -1)
             if len(known) > 1:
                 yield key, Call(call.actor, call.name, {**call.arguments, key: known[(place + 1) % len(known)]})
-
-
-def _changes(domain: str, call: Call) -> bool:
-    """True if the call is made to change something."""
-    toolkits: tuple[Any, ...] = (template(domain).tools, template(domain).user_tools)
-    return any(kit.tool_type(call.name) is ToolType.WRITE for kit in toolkits if kit and kit.has_tool(call.name))
 
 
 def _object(call: Call) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from sinkflex.behavior import jaccard, parts
 from sinkflex.metrics import register
@@ -25,7 +25,6 @@ register("pats/*/tokens", "tokens", "estimated size of the bank of a task type")
 register("pats/applied_by/*", "reviews", "reviews that changed a bank, by who made them")
 register("pats/rejected_by/*", "reviews", "reviews that were rejected, by who made them")
 
-Kind = Literal["general", "skill", "mistake"]
 Mode = Literal["expand", "revise", "compress", "prune"]
 # New entries of a review, by mode: skills of either kind, general ones among them, mistakes.
 BUDGETS: dict[Mode, tuple[int, int, int]] = {
@@ -188,7 +187,7 @@ def _edit(draft: Bank, transaction: Transaction) -> str:
         elif edit.kind not in ("general", "skill", "mistake"):
             return f"an entry is general, skill or mistake, not {edit.kind!r}"
         elif all(jaccard(parts(edit.text), parts(text)) <= ALIKE for _, text in draft.entries.values()):
-            draft.add(cast(Kind, edit.kind), edit.text)
+            draft.add(edit.kind, edit.text)
     return ""
 
 
