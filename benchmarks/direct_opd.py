@@ -42,10 +42,11 @@ class Student:
         seed: of every run.
         extra: further changes of the recipe.
         split: the tasks of the scores.
+        head_start: steps of GRPO behind the student when it starts, so that it may be ahead of the weak policy.
     """
 
-    def __init__(self, folder: Path, seed: int, extra: list[str], split: str) -> None:
-        self.folder, self.seed, self.extra, self.split = folder, seed, extra, split
+    def __init__(self, folder: Path, seed: int, extra: list[str], split: str, head_start: int = 0) -> None:
+        self.folder, self.seed, self.extra, self.split, self.head_start = folder, seed, extra, split, head_start
 
     def config(self, name: str, *changes: str) -> Config:
         """Return the recipe of a run."""
@@ -61,7 +62,8 @@ class Student:
 
     def start(self) -> Path:
         """Return the folder of the student before it learns."""
-        return self.trained("strong", STRONG, "train.steps=0") / "warm_start"
+        run = self.trained("strong", STRONG, f"train.steps={self.head_start}")
+        return newest(run) if self.head_start else run / "warm_start"
 
     def pair(self, arm: str) -> tuple[Path, Path]:
         """Return the folders of an arm's teacher and of its reference."""
@@ -162,6 +164,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--out", type=Path, default=Path("runs/direct_opd.jsonl"))
     parser.add_argument("--split", default="held_out", help="tasks of the scores")
+    parser.add_argument("--head-start", type=int, default=0, help="steps of GRPO behind the student when it starts")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--table", action="store_true", help="print the table of what is there")
     arguments = parser.parse_args()
@@ -169,7 +172,7 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     for seed in [] if arguments.table else arguments.seeds:
-        student = Student(out.with_suffix(""), seed, arguments.set, arguments.split)
+        student = Student(out.with_suffix(""), seed, arguments.set, arguments.split, arguments.head_start)
         for arm in arguments.arms:
             if not any((row["arm"], row["seed"]) == (arm, seed) for row in rows):
                 rows.append(student.row(arm))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from sinkflex import checkpoint
+from sinkflex import checkpoint, demonstrations
 from sinkflex.config import Config
 from sinkflex.envs.env import EnvironmentFault
 from sinkflex.envs.tau2.env import Tau2Env
+from sinkflex.learner.step import Learner
 from sinkflex.recipe import load_config
 from sinkflex.run import open_run
 from sinkflex.train import train, update_metrics, warm_start
+from sinkflex.trajectory import Row
 
 SMOKE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 SMALL = (
@@ -180,6 +183,35 @@ def test_the_warm_start_checkpoints_layers_only_if_the_learner_does(tmp_path: Pa
         with run:
             warm_start(run, lambda: False)
         assert any(getattr(m, "gradient_checkpointing", False) for m in run.policy.model.modules()) == wanted
+
+
+def test_the_warm_start_shows_beginnings_first_where_the_domain_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demonstrations, "BEGINNINGS", {"telecom": ((0.5, 1), (0.75, 2))})
+    longest = []
+    monkeypatch.setattr(Learner, "update", lambda self, rows, *_, **__: longest.append(turns_of(rows)) or Counter())
+    run = open_run(config(tmp_path, "warmup.steps=8", "warmup.batch_tokens=2000"))
+    with run:
+        warm_start(run, lambda: False)
+    assert longest[:6] == [1, 1, 1, 1, 2, 2] and min(longest[6:]) > 2
+
+
+def turns_of(rows: list[Row]) -> int:
+    assert sum(map(len, rows)) > 0
+    return max(int(row.turn_index[-1]) + 1 for row in rows)
+
+
+def test_only_retail_shows_beginnings() -> None:
+    assert [demonstrations.turns_shown("retail", done) for done in (0, 0.19, 0.2, 0.44, 0.45, 1)] == [
+        3,
+        3,
+        6,
+        6,
+        None,
+        None,
+    ]
+    assert demonstrations.turns_shown("telecom", 0) is None
 
 
 def test_torch_is_told_to_be_deterministic(whole: Path) -> None:

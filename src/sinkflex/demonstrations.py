@@ -15,6 +15,20 @@ from sinkflex.seeds import generator, seed_for
 from sinkflex.tasks.suites import scored_tasks, training_tasks
 from sinkflex.users.retail import KINDS
 
+# The warm start shows the beginnings of episodes first: (share of its steps, turns). In retail ids have to be
+# copied, which is learned in short episodes.
+BEGINNINGS = {"retail": ((0.2, 3), (0.45, 6))}
+
+
+def turns_shown(domain: str, done: float) -> int | None:
+    """Return how many turns of an episode the warm start shows, None for all.
+
+    Args:
+        domain: of the environment.
+        done: share of the steps that is behind.
+    """
+    return next((turns for share, turns in BEGINNINGS.get(domain, ()) if done < share), None)
+
 
 def demonstrations(config: Config) -> list[Dialogue]:
     """Let the scripted expert play the warm start's train tasks; the run's seed decides which and how.

@@ -18,9 +18,9 @@ import torch
 
 from sinkflex.build import make_learner
 from sinkflex.config import Config, LearnerConfig
-from sinkflex.demonstrations import demonstrations
+from sinkflex.demonstrations import demonstrations, turns_shown
 from sinkflex.learner.losses import LossInputs, aggregate
-from sinkflex.learner.rows import rows_of
+from sinkflex.learner.rows import beginning, rows_of
 from sinkflex.learner.step import Needs
 from sinkflex.methods.hooks import Services
 from sinkflex.rollout.rewards import reward
@@ -132,10 +132,12 @@ def warm_start(run: Run, interrupted: Callable[[], bool]) -> None:
         for step in range(1, warmup.steps + 1):
             run.metrics.doing("warm start", step, warmup.steps)
             rng = generator(run.config.run.seed, "warmup", step)
+            turns = turns_shown(run.config.env.domain, (step - 1) / warmup.steps)
             batch, tokens = [], 0
             for index in rng.permutation(len(rows)).tolist():
-                batch.append(rows[index])
-                tokens += len(rows[index])
+                row = beginning(rows[index], turns)
+                batch += [row] if len(row) else []
+                tokens += len(row)
                 if tokens >= warmup.batch_tokens:
                     break
             values = learner.update(batch, likelihood, Needs(), count_zero_groups=True)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from sinkflex.attention.plan import Plan
 from sinkflex.envs.env import Action, StopReason
 from sinkflex.learner.packing import forest, micro_batches
-from sinkflex.learner.rows import cut, rows_of
+from sinkflex.learner.rows import beginning, cut, rows_of
 from sinkflex.trajectory import Group, Outcome, Row, Trajectory, Turn
 
 
@@ -21,6 +23,11 @@ def trajectory(turns: list[tuple[list[int], list[int], bool]]) -> Trajectory:
         StopReason.USER_STOP,
         0.0,
     )
+
+
+def vars_of(row: Row) -> dict[str, np.ndarray]:
+    arrays = {f.name: getattr(row, f.name) for f in fields(row) if isinstance(getattr(row, f.name), np.ndarray)}
+    return {**arrays, **row.streams}
 
 
 def plain_row(ids: list[int], index: int = 0, sampled: list[bool] | None = None) -> Row:
@@ -47,6 +54,22 @@ def test_a_trajectory_without_forks_is_one_row_with_every_id_in_its_place() -> N
     assert row.policy_version.tolist() == [-1, -1, 3, 3, -1, 3]
     np.testing.assert_allclose(row.behavior_logprobs, [0, 0, -0.3, -0.4, 0, -0.6], rtol=1e-6)
     assert (row.group_index, row.trajectory_index) == (7, 9)
+
+
+def test_a_beginning_is_whole_turns_of_every_array_and_of_every_stream() -> None:
+    record = trajectory([([1, 2], [3], False), ([4], [5, 6], False), ([7], [8], False)])
+    (row,) = cut(record, np.arange(4, dtype=np.float32), 2, 5)
+    row.streams["teacher"] = np.arange(len(row), dtype=np.float32)
+    first = beginning(row, 2)
+    assert first.token_ids.tolist() == [1, 2, 3, 4, 5, 6] and first.advantages.tolist() == [0, 0, 0, 0, 1, 2]
+    assert {len(values) for values in vars_of(first).values()} == {6} and first.streams["teacher"].tolist()[-1] == 5
+    assert (first.group_index, first.trajectory_index) == (2, 5)
+    assert beginning(row, None) is row and len(beginning(row, 9)) == len(row) and len(beginning(row, 0)) == 0
+
+
+def test_a_row_after_a_fork_has_no_beginning_before_its_first_turn() -> None:
+    _, later = cut(trajectory([([1], [2], False), ([3], [4], True)]), np.zeros(2, np.float32), 0, 0)
+    assert len(beginning(later, 1)) == 0 and beginning(later, 2).token_ids.tolist() == [3, 4]
 
 
 def test_a_fork_opens_a_new_row_and_every_sampled_id_is_trained_exactly_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -36,6 +37,21 @@ def rows_of(groups: Sequence[Group], advantages: Sequence[Sequence[np.ndarray]])
             rows += cut(trajectory, values, group_index, trajectory_index)
             trajectory_index += 1
     return rows
+
+
+def beginning(row: Row, turns: int | None) -> Row:
+    """Return the first turns of a row, as views of its arrays; no tokens if it begins later.
+
+    Args:
+        row: turns in order.
+        turns: how many turns of the trajectory; None for all.
+    """
+    if turns is None:
+        return row
+    end = int(np.searchsorted(row.turn_index, turns))
+    arrays = {f.name: getattr(row, f.name) for f in fields(row) if isinstance(getattr(row, f.name), np.ndarray)}
+    streams = {name: values[:end] for name, values in row.streams.items()}
+    return replace(row, **{name: values[:end] for name, values in arrays.items()}, streams=streams)
 
 
 def cut(trajectory: Trajectory, advantages: np.ndarray, group_index: int, trajectory_index: int) -> list[Row]:

@@ -7,10 +7,11 @@ at about one million parameters, so that the whole loop runs on a laptop without
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 from sinkflex.config import TinyConfig
@@ -48,8 +49,12 @@ CHAT_TEMPLATE = (
 
 # What a token may not cross: a JSON string without blanks and the punctuation after it, a word, or other signs.
 WORDS = r' ?"[^"\s]*"[:,\]}]*| ?\w+| ?[^\w\s"]+|"|\s+'
-# The same with three digits at most, for more numbers than ids can stand for: each has the same tokens wherever it is.
-DIGITS = r' ?"[^"\s\d]*"[:,\]}]*| ?[^\W\d]+|\d{1,3}| ?[^\w\s"]+| ?"[:,\]}]*|\s+'
+# For more numbers than ids can stand for: the parts of an id ("yusuf_rossi_9620", "#W2378156") and of a name ("Yusuf")
+# have the same tokens in words and in quotes, so that an id never seen before can be copied.
+IDS = (
+    r' ?"[a-z_]+\d?":| ?"[^"\s\dA-Z]*"[:,\]}]*|[a-z]+[._]?(?=[a-z._]*\d)|[A-Z]+[a-z]*| ?[a-z_]++(?![a-z._]*\d)'
+    r'|\d{1,2}| ?[^\w\s"]+| ?"[:,\]}]*|\s+|.'
+)
 
 
 def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -60,22 +65,26 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
         vocabulary: number of ids, special tokens and the 256 bytes included.
     """
     texts = list(texts)
-    numbers = {number for text in texts for number in re.findall(r"\d{4,}", text)}
+    numbers = Counter(number for text in texts for number in set(re.findall(r"\d{4,}", text)))
+    many = len(numbers) > vocabulary / 2
+    often = [number for number, seen in numbers.most_common(vocabulary // 6) if seen >= 20 and len(number) > 5]
+    common = often if many else []
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(DIGITS if len(numbers) > vocabulary / 2 else WORDS), behavior="isolated"),
+            pre_tokenizers.Split(Regex(IDS if many else WORDS), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=vocabulary - len(common),
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(number, single_word=True, normalized=False) for number in common])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",

@@ -21,7 +21,7 @@ from sinkflex.envs.tau2.database import template
 from sinkflex.seeds import generator
 
 NAME = re.compile(r"\[PRACTICE (\d+)/(\d+)\]")
-_WISHES = (1, 1, 1, 2, 2, 3)
+_WISHES = (1, 1, 1, 2)
 _KINDS = {
     "pending": (
         "cancel_pending_order",
@@ -90,7 +90,7 @@ def _wish(rng: np.random.Generator, user: Any, order: Any, address: Mapping[str,
         if not methods:
             return _wish(rng, user, order, address)
         return kind, {**key, "payment_method_id": str(rng.choice(methods))}
-    picks = rng.permutation(len(order.items))[: rng.integers(1, 4)]
+    picks = rng.permutation(len(order.items))[: rng.integers(1, 3)]
     items = [order.items[i] for i in sorted(picks.tolist())]
     wish = {**key, "item_ids": [item.item_id for item in items]}
     if kind == "return_delivered_order_items":
