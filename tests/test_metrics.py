@@ -118,11 +118,9 @@ def test_console_prints_plain_lines_when_it_is_no_terminal(config, tmp_path, cap
         log.log("train", 1, {"reward/mean": 0.25, "validation/mean@1": 0.5, "rollout/invalid": 0})
         log.log("train", 2, {"reward/mean": 0.3})
         log.log("train", 4, {"reward/mean": 0.375, "rollout/invalid": 2})
-        log.say("[not markup] checkpoint written")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "train 1/4  reward 0.25  validation 0.5"
     assert lines[1] == "train 4/4  reward 0.375  invalid 2  left 0:00"
-    assert lines[2] == "[not markup] checkpoint written"
 
 
 def test_tensorboard_hides_what_is_done_again(config, tmp_path):

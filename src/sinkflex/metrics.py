@@ -158,11 +158,6 @@ class Metrics:
         if self._console:
             self._console.doing(f"{what} {done}/{total}" if total else what)
 
-    def say(self, text: str) -> None:
-        """Print a line for the person who watches."""
-        if self._console:
-            self._console.say(text)
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, after everything logged so far is safe on disk."""
         for writer in self._writers:
