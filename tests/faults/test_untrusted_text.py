@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from sinkflex import cli
 from sinkflex.config import Config
 from sinkflex.envs.env import Action, Message, StopReason
-from sinkflex.metrics import open_metrics
 from sinkflex.plain import plain
 from sinkflex.policy.model import load_policy
 from sinkflex.report.score import score_text
 from sinkflex.scores import summarize
 from sinkflex.trajectory import Group, Outcome, Trajectory, Turn, read_trajectories, write_trajectories
+from sinkflex.writers import ConsoleWriter
 from tests.policy.tiny_policy import TOOLS, tiny_policy
 
 HOSTILE = (
@@ -47,11 +47,11 @@ def test_plain_text_keeps_what_is_read_and_shows_what_would_act(text: str) -> No
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_the_console_prints_it_as_it_is(text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = Config().model_copy(update={"log": Config().log.model_copy(update={"writers": ("console",)})})
-    with open_metrics(config, tmp_path) as log:
-        log.doing(text)
-        log.say(text)
+def test_the_console_prints_it_as_it_is(text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    console = ConsoleWriter(Config())
+    console.doing(text)
+    console.say(text)
+    console.close()
     assert capfd.readouterr().err == plain(text).expandtabs() + "\n"
 
 
