@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
+_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 class StopReason(StrEnum):
@@ -134,3 +135,8 @@ class Message:
     def __post_init__(self) -> None:
         if not self.content.isascii():
             object.__setattr__(self, "content", _HALF_PAIR.sub("\ufffd", self.content))
+
+
+def spoken(text: str) -> str:
+    """Return a text without its thinking, which may lack its end, and without the blanks around it."""
+    return _THINKING.sub("", text).strip()

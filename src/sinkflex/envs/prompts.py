@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +20,7 @@ from typing import Any
 import gymnasium
 from gymnasium.error import ResetNeeded
 
-from sinkflex.envs.env import Action, EnvironmentFault, Message, StopReason, ToolCall, ToolFault
+from sinkflex.envs.env import Action, EnvironmentFault, Message, StopReason, ToolCall, ToolFault, spoken
 from sinkflex.envs.spaces import ActionSpace, MessageSpace
 
 Reward = Callable[[str, Mapping[str, Any]], float | Mapping[str, float]]
@@ -33,7 +32,6 @@ _JSON_TYPES = {
     "list": "array",
     "dict": "object",
 }
-_THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class PromptEnv(gymnasium.Env[tuple[Message, ...], Action]):
         if self._task is None:
             raise ResetNeeded("call reset() first: there is no running episode.")
         self._turns += 1
-        answer = _THINKING.sub("", action.text or "").strip()
+        answer = spoken(action.text or "")
         if action.error or not (answer or action.tool_calls):
             observation = (Message("tool", action.error or "Say something, or call a tool.", error=True),)
         elif action.tool_calls:

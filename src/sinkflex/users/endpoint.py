@@ -16,7 +16,7 @@ from typing import Any
 
 from tau2.utils import DATA_DIR
 
-from sinkflex.envs.env import Message, ToolCall
+from sinkflex.envs.env import Message, ToolCall, spoken
 from sinkflex.envs.tau2.actions import user_tools
 from sinkflex.envs.tau2.policies import GREETING
 from sinkflex.users.chat_server import ChatServer, Unusable
@@ -28,7 +28,6 @@ _STOPS = {
     "###OUT-OF-SCOPE###": UserStop.OUT_OF_SCOPE,
 }
 _STOP = re.compile("|".join(_STOPS))
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 class EndpointUser:
@@ -99,7 +98,7 @@ class EndpointUser:
         content = message.get("content") or ""
         if not isinstance(content, str):
             raise Unusable(f"content that is a {type(content).__name__}")
-        content = _THINKING.sub("", content).strip()
+        content = spoken(content)
         calls = _calls(message.get("tool_calls") or (), position)
         if calls:
             if not self._tools:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from sinkflex.envs.env import Action, ToolCall
+from sinkflex.envs.env import Action, ToolCall, spoken
 from sinkflex.envs.tau2.database import template
 from sinkflex.envs.tau2.tasks import nearest
 
@@ -25,7 +25,6 @@ _DONE_SCHEMA = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-_THINKING = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _STOP_TOKENS = re.compile(r"###(STOP|TRANSFER|OUT-OF-SCOPE)###")
 _TYPES = {
     "integer": int,
@@ -80,7 +79,7 @@ def as_action(action: Action | Mapping[str, Any]) -> Action:
 
 def visible_text(text: str) -> str:
     """Return what the user gets to read: without thinking, and without the tokens that end a user's conversation."""
-    return _STOP_TOKENS.sub("", _THINKING.sub("", text)).strip()
+    return _STOP_TOKENS.sub("", spoken(text)).strip()
 
 
 def refusal(call: ToolCall, position: int) -> str | None:
