@@ -4,7 +4,7 @@
     python benchmarks/soak.py --steps 30      is it still going?
     python benchmarks/soak.py --set method.entropy_coefficient=1e-3 --set method.kl_coefficient=0.05
 
-The rewards of the smoke recipe are all 0, so that nothing moves its weights; with the third command each step does.
+Few groups of the smoke recipe have varied rewards; with the third command each step moves the weights.
 Prints a table and whether the bars are met: after a tenth of the run, memory stays within 5% of what it was then, and
 no descriptor is added.
 """

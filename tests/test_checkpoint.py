@@ -166,11 +166,23 @@ def test_what_is_not_json_is_refused_by_its_place(tmp_path):
 def test_changed_origin_is_said(tmp_path):
     checkpoint = write(tmp_path, 1)
     assert checkpoint.changes(PROVENANCE) == []
-    assert checkpoint.changes({"version": "0.2.0", "data": "abc"}) == [
-        'data was null, is now "abc"',
+    assert checkpoint.changes({"version": "0.2.0", "seed": "abc"}) == [
         "learner.learning_rate was 0.001, is now null",
+        'seed was null, is now "abc"',
         'version was "0.1.0", is now "0.2.0"',
     ]
+
+
+def test_changed_files_and_tasks_are_told_by_their_names(tmp_path):
+    before = {"data": {"tasks.json": "1", "db.toml": "2", "old.md": "3"}, "tasks": ["a", "b", "c", "d", "e", "f"]}
+    saved = save(tmp_path, 1, {}, provenance=before)
+    after = {"data": {"tasks.json": "1", "db.toml": "9", "new.md": "3"}, "tasks": ["a", "g"]}
+    assert saved.changes(after) == [
+        "data: 1 changed (db.toml), 1 new (new.md), 1 gone (old.md)",
+        "tasks: 1 new (g), 5 gone (b, c, d, ...)",
+    ]
+    assert saved.changes({**before, "tasks": before["tasks"][::-1]}) == ["tasks: in another order"]
+    assert saved.changes({**before, "data": "one hash"})[0].startswith("data may have changed")
 
 
 def test_equal_state_gives_equal_files(tmp_path):

@@ -17,6 +17,7 @@ import pytest
 import typer
 
 from sinkflex import cli
+from sinkflex.mistakes import errors_as_lines
 
 SOURCE = Path(cli.__file__).parents[1]
 # The smallest run there is: nine tasks, few turns, no warm start.
@@ -50,7 +51,7 @@ def sinkflex(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def failing(error: BaseException, debug: bool = False) -> None:
-    with cli._errors_as_lines(debug):
+    with errors_as_lines(debug):
         raise error
 
 
@@ -100,13 +101,21 @@ def test_a_users_mistake_is_one_line_and_status_2(here, arguments, line, tmp_pat
     assert (status, out) == (2, "")
     assert line in error
     assert len(error.splitlines()) == 1
-    assert not list(tmp_path.glob("run/checkpoints/*"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_wrong_command_names_the_nearest():
     done = sinkflex("tran")
     assert done.returncode == 2
     assert "Did you mean 'train'?" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "rollout", "check"])
+def test_a_forgotten_set_is_told(command):
+    done = sinkflex(command, "recipes/smoke.toml", "--set", "run.seed=1", "train.steps=3", "env.domain=my mock")
+    assert (done.returncode, done.stdout) == (2, "")
+    told = re.sub(r"[\s│]+", " ", done.stderr)
+    assert "Type --set train.steps=3 --set 'env.domain=my mock'" in told and "--set run.seed" not in told
 
 
 def test_debug_shows_where_a_mistake_was_found():
@@ -116,7 +125,7 @@ def test_debug_shows_where_a_mistake_was_found():
 
 
 def test_a_bug_is_not_dressed_up_as_a_mistake():
-    with pytest.raises(ValueError, match="invalid literal"), cli._errors_as_lines(debug=False):
+    with pytest.raises(ValueError, match="invalid literal"), errors_as_lines(debug=False):
         int("x")
     with pytest.raises(AssertionError):
         failing(AssertionError("ours"))
@@ -187,7 +196,13 @@ def test_evaluate_scores_a_run_and_a_model_folder_alike(here, finished):
 
 def test_evaluate_says_what_is_missing(here, finished):
     assert "Did you mean" in here("evaluate", f"{finished}x")[2]
-    assert "--recipe" in here("evaluate", str(finished / "checkpoints"))[2]
+    status, out, error = here("evaluate", str(finished / "checkpoints"))
+    assert (status, out) == (2, "") and error.endswith(f"Type sinkflex evaluate {finished}\n")
+    assert here("evaluate", str(finished.parent))[2].endswith(f"Type sinkflex evaluate {finished}\n")
+    assert "--recipe" in here("evaluate", str(finished / "warm_start"))[2]
+    recipe = "recipes/telecom_cpu.toml"
+    assert f"{recipe} is a recipe" in here("evaluate", recipe)[2]
+    assert re.search("Type sinkflex evaluate runs/telecom_cpu", here("evaluate", recipe)[2])
     assert 'mock has no such split. Type "base".' in here("evaluate", str(finished))[2]
 
 
@@ -209,6 +224,17 @@ def test_tasks_and_methods_can_be_read_by_programs_and_people(here):
     methods = json.loads(here("methods", "--json")[1])
     assert "grpo" in [method["method"] for method in methods]
     assert all("arXiv" in method["paper"] and method["options"] for method in methods)
+    lines = here("methods")[1].splitlines()
+    assert all(any(line.startswith(f"{method['method']} ") for line in lines) for method in methods)
+    assert len(lines) <= len(methods) + 2 and max(map(len, lines)) <= 132
+    for method in methods:
+        text = here("methods", method["method"])[1]
+        assert method["recipe"] in text and Path(method["recipe"]).is_file()
+        assert all(f"method.{option} = " in text for option in method["options"])
+    differs, shared = here("methods", "stepo")[1].split("Options as there")
+    assert "method.clip_high = 0.28 (there 0.2)  The ratio is clipped above" in differs
+    assert "method.turn_weight" in differs and "method.clip_low = 0.2" in shared
+    assert "Did you mean stepo?" in here("methods", "step")[2]
 
 
 @pytest.mark.parametrize("form", ["", "--json"])
@@ -226,9 +252,7 @@ def test_a_wrong_option_of_the_method_is_found_before_all_the_rest_is_imported(t
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "set()\n")
-    assert done.stderr.startswith(
-        "recipes/smoke.toml, --set method.clip_lo=1: method.clip_lo is not an option. Did you"
-    )
+    assert done.stderr.startswith("--set method.clip_lo=1: method.clip_lo is not an option. Did you")
     assert not (tmp_path / "run").exists()
 
 

@@ -90,7 +90,8 @@ def test_a_run_is_named_after_its_recipe_unless_told_otherwise(tmp_path):
         ("run = 3", "RECIPE: run = 3, expected a section [run] with options of its own."),
         (
             '[env]\ndomain = "telcom"',
-            'RECIPE: env.domain = "telcom": there is no such domain. Type "telecom" or "package.module:callable".',
+            'RECIPE: env.domain = "telcom": there is no such domain. Type "telecom" or "package.module:callable". '
+            "Domains: telecom, retail, airline, mock.",
         ),
     ],
 )
@@ -107,6 +108,27 @@ def test_all_mistakes_are_told_at_once_each_with_its_source(tmp_path):
         'RECIPE: learner.betas.1 = "x"',
         "RECIPE: train.steps = -1",
     ]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.groups=0",
+        "env.domain=telekom",
+        "env.user=nobody",
+        "tasks.split=test",
+        "validation.split=base",
+        "model.tiny.kv_heads=3",
+        "train.stepz=1",
+    ],
+)
+def test_a_mistake_is_blamed_on_the_recipe_or_on_the_override_that_it_came_from(tmp_path, override):
+    section, _, assignment = override.rpartition(".")
+    key, _, value = assignment.partition("=")
+    text = f"[{section}]\n{key} = {value if value.isdigit() else repr(value)}"
+    in_file, in_override = mistakes(tmp_path, text), mistakes(tmp_path, "", override, "run.seed=1")
+    assert in_file.startswith("RECIPE: ") and "--set" not in in_file
+    assert in_override == in_file.replace("RECIPE: ", f"--set {override}: ")
 
 
 def test_a_longer_key_is_not_blamed_on_an_override_that_starts_like_it(tmp_path):

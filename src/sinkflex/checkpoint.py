@@ -31,6 +31,9 @@ from safetensors.torch import load_file, save_file
 FORMAT = 1
 _SUMS = "SHA256SUMS"
 _HIDDEN = ".writing_"
+# Keys of an origin that hold many things, of which a change tells the names.
+NAMED = ("code", "data", "tasks")
+_SHOWN = 3
 
 
 class CheckpointError(ValueError):
@@ -66,7 +69,7 @@ class Checkpoint:
         """Return a line for each key in which this checkpoint's origin differs from `provenance`."""
         old, new = self.provenance, json.loads(json.dumps(provenance))
         keys = [key for key in sorted(old | new) if old.get(key) != new.get(key)]
-        return [f"{key} was {json.dumps(old.get(key))}, is now {json.dumps(new.get(key))}" for key in keys]
+        return [_change(key, old.get(key), new.get(key)) for key in keys]
 
 
 def save(
@@ -85,7 +88,7 @@ def save(
         directory: folder of all checkpoints of a run.
         step: steps done.
         state: nested dicts, lists and tuples of JSON values and tensors, for instance `optimizer.state_dict()`.
-        provenance: flat JSON values to compare on resume: config, code version, data fingerprints.
+        provenance: JSON values to compare on resume: config, versions, and under `NAMED` names or hashes by name.
         folders: {name: function that fills the folder of this name}, for instance {"model": model.save_pretrained}.
         score: what `best` compares; higher is better.
         keep: how many of the newest to keep, besides the best.
@@ -224,6 +227,26 @@ def _sync(path: Path) -> None:
 def _sync_tree(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
         _sync(path)
+
+
+def _change(key: str, old: Any, new: Any) -> str:
+    """Return a change of an origin in words."""
+    if key not in NAMED:
+        return f"{key} was {json.dumps(old)}, is now {json.dumps(new)}"
+    if not isinstance(old, type(new)):
+        return f"{key} may have changed: the checkpoint is of a version that did not record names"
+    before, now = (value if isinstance(value, dict) else dict.fromkeys(value) for value in (old, new))
+    found = {
+        "changed": [name for name in now if name in before and now[name] != before[name]],
+        "new": [name for name in now if name not in before],
+        "gone": [name for name in before if name not in now],
+    }
+    told = [f"{len(names)} {what} ({_some(names)})" for what, names in found.items() if names]
+    return f"{key}: {', '.join(told) or 'in another order'}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join([*names[:_SHOWN], *(["..."] if len(names) > _SHOWN else [])])
 
 
 def _pack(value: Any, place: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -5,20 +5,15 @@ To add a command: write a function below `@command`; what it returns is printed,
 
 from __future__ import annotations
 
-import errno
 import functools
 import importlib
 import json
 import os
-import re
-import shlex
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,23 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 from sinkflex.interrupt import first_interrupt_waits
+from sinkflex.mistakes import Command, errors_as_lines, warn
 from sinkflex.plain import plain
 
-USER_MISTAKE, INTERRUPTED = 2, 130
 _SCORED = "A run directory (its best checkpoint), a Hugging Face folder, or recorded trajectories (.jsonl.zst)."
-# What the user can do when the system refuses a file.
-_SPACE = "Free some space, or choose another disk with --set run.directory=FOLDER."
-_FOLDER = "Choose a folder you may write to with --set run.directory=FOLDER."
-_REMEDIES = {
-    errno.ENOSPC: _SPACE,
-    errno.EDQUOT: _SPACE,
-    errno.EACCES: _FOLDER,
-    errno.EPERM: _FOLDER,
-    errno.EROFS: _FOLDER,
-    errno.EEXIST: _FOLDER,
-    errno.ENOTDIR: _FOLDER,
-}
-
 app = typer.Typer(
     help="Train language-model agents that talk to a user and call tools over many turns.",
     no_args_is_help=True,
@@ -71,11 +53,11 @@ def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[.
     def register(function: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(**arguments: Any) -> None:
-            with _errors_as_lines(arguments["debug"]):
+            with errors_as_lines(arguments["debug"]):
                 result = function(**arguments)
                 _print_result(result, arguments["as_json"])
 
-        return group.command(name)(run)
+        return group.command(name, cls=Command)(run)
 
     return register
 
@@ -156,19 +138,23 @@ def rollout(
 
     config = load_config(recipe, overrides or [])
     from sinkflex.evaluate import roll_out_training_tasks
+    from sinkflex.report.score import score_text
 
-    return roll_out_training_tasks(config, episodes)
+    result = roll_out_training_tasks(config, episodes)
+    return result if as_json else score_text(result)
 
 
 @command(app)
 def export(
     source: Annotated[Path, typer.Argument(help="A run directory (its newest validation), or a .jsonl.zst file.")],
-    to: Annotated[str, typer.Option(help="tau2 (results of the package), parquet or model.", show_default=False)],
+    to: Annotated[
+        str, typer.Option(help="text (to read), tau2 (results of the package), parquet or model.", show_default=False)
+    ],
     out: Annotated[Path | None, typer.Option(help="File, or folder of a model; beside the source if left out.")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> Any:
-    """Write recorded episodes, or a run's policy with adapters merged, in a format of other programs."""
+    """Write recorded episodes as text to read, or these or a run's policy in a format of other programs."""
     from sinkflex.report.export import export
 
     return export(source, to, out)
@@ -274,17 +260,19 @@ def audit_tasks(
 
 
 @command(app)
-def methods(as_json: AsJson = False, debug: Debug = False) -> Any:
-    """List the methods with their papers, recipes and options."""
-    from sinkflex.methods.method import METHODS, build_method
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="One of them, or package.module:Class.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> Any:
+    """List the methods with their papers; or say what one of them is, and how its options differ from GRPO's."""
+    from sinkflex.report.methods import method_text, methods_report, methods_text
 
-    rows = []
-    for name in METHODS:
-        method = build_method(name, {}, max_tokens=1)
-        paper = (sys.modules[type(method).__module__].__doc__ or "").strip().splitlines()[0]
-        recipe = f"recipes/{'telecom_cpu' if name == 'grpo' else name}.toml"
-        rows.append({"method": name, "paper": paper, "recipe": recipe, "options": method.options.model_dump()})
-    return rows
+    if as_json:
+        return methods_report(name)
+    return method_text(name) if name else methods_text()
 
 
 def main() -> None:
@@ -296,14 +284,15 @@ def main() -> None:
 
 
 def _train(recipe: Path, overrides: list[str], profile: bool = False) -> dict[str, Any]:
-    from sinkflex.recipe import load_config
+    from sinkflex.recipe import load_config, parse_section, sources_of
 
     config = load_config(recipe, overrides)
-    from sinkflex.methods.method import build_method
+    from sinkflex.methods.method import method_class
 
     # A wrong option of the method is found before all the rest is imported.
-    source = ", ".join([str(recipe), *(f"--set {text}" for text in overrides if text.startswith("method."))])
-    build_method(config.method.name, config.method.options, config.rollout.max_tokens, source)
+    options = method_class(config.method.name).Options
+    parse_section(options, config.method.options, str(recipe), "method", sources_of(overrides))
+    from sinkflex.report.ending import remarks
     from sinkflex.train import train
 
     with first_interrupt_waits() as interrupted:
@@ -312,6 +301,8 @@ def _train(recipe: Path, overrides: list[str], profile: bool = False) -> dict[st
         from sinkflex.report.profile import profile_of
 
         print(profile_of(run), file=sys.stderr)
+    for remark in remarks(run):
+        warn(remark)
     return {"run": str(run.directory), "step": run.step}
 
 
@@ -319,50 +310,6 @@ def _bench(name: str, as_json: bool, **options: Any) -> Any:
     module = importlib.import_module(f"sinkflex.bench.{name}")
     rows = module.run(**options)
     return rows if as_json else module.table(rows)
-
-
-@contextmanager
-def _errors_as_lines(debug: bool) -> Iterator[None]:
-    """Turn a user's mistake, a full or forbidden disk, and Ctrl-C into one line and an exit status; bugs pass."""
-    again = shlex.join(["sinkflex", *sys.argv[1:]])
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        _fail(f"stopped{f', {stop}' if str(stop) else ''}; continue with: {again}", INTERRUPTED)
-    except BrokenPipeError:
-        # Whoever reads our output has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit from None
-    except Exception as error:
-        line = _user_mistake(error, again)
-        if line is None or debug:
-            raise
-        _fail(line, USER_MISTAKE)
-
-
-def _user_mistake(error: Exception, again: str) -> str | None:
-    """Return the line to show for this error, None if it is a bug."""
-    if isinstance(error, ValueError) and _raised_by_us(error):
-        return str(error)
-    number = error.errno if isinstance(error, OSError) else None
-    # Libraries written in Rust put the system's error into the text.
-    if match := re.search(r"os error (\d+)", str(error)):
-        number = int(match[1])
-    if number not in _REMEDIES:
-        return None
-    place = f": {error.filename}" if isinstance(error, OSError) and error.filename else ""
-    return f"{os.strerror(number)}{place}. {_REMEDIES[number]} Then continue with: {again}"
-
-
-def _raised_by_us(error: Exception) -> bool:
-    """True if the error was raised in this package: by convention our ValueErrors are made for users."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return frames[-1][0].f_globals.get("__name__", "").startswith("sinkflex.")
-
-
-def _fail(text: str, status: int) -> NoReturn:
-    print(plain(text), file=sys.stderr)
-    raise typer.Exit(status)
 
 
 def _print_result(result: Any, as_json: bool) -> None:
@@ -391,4 +338,4 @@ def _text(value: Any) -> str:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
-    print(plain(f"warning: {message}"), file=sys.stderr)
+    warn(message)

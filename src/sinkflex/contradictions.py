@@ -71,9 +71,11 @@ def contradictions(config: Config) -> Iterator[tuple[bool, str]]:
 def _domain_contradictions(env: EnvConfig) -> Iterator[tuple[bool, str]]:
     own = is_own(env.domain)
     near = difflib.get_close_matches(env.domain, SPLITS, n=1) or ["telecom"]
+    known = ", ".join(SPLITS)
     yield (
         env.domain not in SPLITS and not own,
-        f'env.domain = "{env.domain}": there is no such domain. Type "{near[0]}" or "package.module:callable".',
+        f'env.domain = "{env.domain}": there is no such domain. Type "{near[0]}" or "package.module:callable". '
+        f"Domains: {known}.",
     )
     for key in ("solo", "user", "max_turns"):
         yield (

@@ -99,6 +99,8 @@ def play(
     header = {"policy": where, "suite": suite_of(config.env.domain), "split": split, "temperature": chosen}
     if top_p < 1:
         header["top_p"] = top_p
+    if why := _which_checkpoint(source, Path(where)):
+        header["checkpoint"] = why
     if temperature is None and trials > 1:
         header["sampling"] = "the recipe's temperature, since there are several trials; --temperature 0 is greedy"
     if sealed:
@@ -147,7 +149,9 @@ def roll_out_training_tasks(config: Config, episodes: int) -> dict[str, Any]:
     groups = roll_out(config, policy, task_ids, size, phase)
     path = config.run_directory / "trajectories" / "rollout.jsonl.zst"
     write_trajectories(path, groups)
-    return {"policy": where, "file": str(path), **summarize(groups), "about": about(config)}
+    header = {"policy": where, "suite": suite_of(config.env.domain), "split": config.tasks.split}
+    header |= {"temperature": phase.temperature, "file": str(path)}
+    return {**header, **summarize(groups), "about": about(config)}
 
 
 def suite_of(domain: str) -> str:
@@ -186,6 +190,18 @@ def roll_out(config: Config, policy: Policy, task_ids: list[str], size: int, pha
     with open_workers(config) as workers:
         groups, _ = rollout(task_ids, size, lambda: live_env(config, workers), chat, sampler, phase, retries=retries)
     return groups
+
+
+def _which_checkpoint(source: Path, taken: Path) -> str:
+    """Return which checkpoint of a run is played if it is not the newest, and how to play that one."""
+    steps = source.glob("checkpoints/step_*")
+    newest = max(steps, key=lambda path: int(path.name.removeprefix("step_")), default=taken)
+    if taken in (source, newest):
+        return ""
+    return (
+        f"{taken.name}, the best that was validated; the newest is {newest.name}: sinkflex evaluate {newest}/model "
+        f"--recipe {source}/config.toml"
+    )
 
 
 def _report(played: Played, tasks: bool) -> dict[str, Any]:

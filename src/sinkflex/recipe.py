@@ -46,15 +46,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     data = _read_toml(path)
-    sources: dict[str, str] = {}
     for override in overrides:
-        key, value = _parse_override(override)
-        sources[".".join(key)] = f"--set {override}"
-        _assign(data, key, value, override)
+        _assign(data, *_parse_override(override), override)
     run = data.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("name", path.stem)
-    return parse_section(Config, data, str(path), sources=sources)
+    return parse_section(Config, data, str(path), sources=sources_of(overrides))
+
+
+def sources_of(overrides: Sequence[str]) -> dict[str, str]:
+    """Return where each overridden option comes from, as a message says it: {"run.seed": "--set run.seed=x"}."""
+    return {".".join(_parse_override(override)[0]): f"--set {override}" for override in overrides}
 
 
 def config_of(source: Path, recipe: Path | None, overrides: Sequence[str]) -> Config | None:
@@ -68,16 +70,24 @@ def config_of(source: Path, recipe: Path | None, overrides: Sequence[str]) -> Co
     Raises:
         ConfigError: there is no such source or recipe, or a mistake in it.
     """
+    expected = "expected a run directory, a Hugging Face folder or a .jsonl.zst file"
+    if source.suffix == ".toml" and source.is_file():
+        directory = load_config(source).run_directory
+        first = "" if directory.is_dir() else f" after sinkflex train {source}"
+        raise ConfigError(f"{source} is a recipe, {expected}. Type sinkflex evaluate {directory}{first}")
     if source.is_file():
         return None
     if not source.is_dir():
         hint = did_you_mean(str(source), map(str, source.parent.glob("*")))
-        expected = "expected a run directory, a Hugging Face folder or a .jsonl.zst file"
         raise ConfigError(f"{source}: no such folder, {expected}.{hint}")
-    recipe = recipe or source / "config.toml"
-    if not recipe.exists():
-        raise ConfigError(f"{recipe}: no such file; name the recipe of environment and prompt with --recipe")
-    return load_config(recipe, overrides)
+    if recipe or (source / "config.toml").is_file():
+        return load_config(recipe or source / "config.toml", overrides)
+    if (source / "config.json").is_file() or (source / "adapter_config.json").is_file():
+        raise ConfigError(f"{source} is a model without a recipe: name that of environment and prompt with --recipe")
+    around = [*sorted(source.glob("*/config.toml")), *(folder / "config.toml" for folder in source.parents)]
+    runs = [str(path.parent) for path in around if path.is_file()]
+    hint = f" Type sinkflex evaluate {runs[0]}" if runs else ""
+    raise ConfigError(f"{source} is no run: there is no config.toml in it, {expected}.{hint}")
 
 
 def parse_section(
@@ -106,9 +116,13 @@ def parse_section(
         for item in error.errors(include_url=False):
             location = [str(part) for part in item["loc"]]
             key = ".".join([prefix, *location] if prefix else location)
-            related = (where for name, where in (sources or {}).items() if f"{key}.".startswith(f"{name}."))
-            where = next(related, source)
-            lines.append(f"{where}: {_explain(model, item, location, key)}")
+            text = _explain(model, item, location, key)
+            # What contradicts another option is in no place of its own: its text names the options.
+            named = {key, *re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text)} if item["type"] == "value_error" else {key}
+            related = [
+                where for name, where in (sources or {}).items() if any(f"{k}.".startswith(f"{name}.") for k in named)
+            ]
+            lines.append(f"{', '.join(related) or source}: {text}")
         raise ConfigError("\n".join(lines)) from None
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from sinkflex.provenance import provenance
 from sinkflex.recipe import dump_config
 from sinkflex.rollout.deadline import Nursery
 from sinkflex.rollout.group import Phase, gather, rollout
-from sinkflex.scores import summarize
+from sinkflex.scores import faults, summarize
 from sinkflex.tasks.sampling import TaskSampler
 from sinkflex.tasks.suites import infeasible_tasks, scored_tasks, training_tasks
 from sinkflex.trajectory import Group
@@ -128,14 +128,13 @@ class Run:
         Raises:
             Outage: with the causes, and how to go on.
         """
-        episodes = [t for group in groups for t in group.members]
-        faults = Counter((t.fault or "unknown").splitlines()[0][:200] for t in episodes if not t.valid)
+        causes, episodes = faults(groups), sum(len(group.members) for group in groups)
         limit = self.config.rollout.invalid_limit
-        if faults.total() > limit * len(episodes) or faults.total() == len(episodes):
-            causes = "; ".join(f"{count} times: {cause}" for cause, count in faults.most_common(3))
+        if causes.total() > limit * episodes or causes.total() == episodes:
+            told = "; ".join(f"{count} times: {cause}" for cause, count in causes.most_common(3))
             raise Outage(
-                f"{faults.total()} of {len(episodes)} episodes of {purpose} are invalid, and rollout.invalid_limit is "
-                f"{limit:g} ({causes}). The run is saved as it was before them: remove the cause, then give the same "
+                f"{causes.total()} of {episodes} episodes of {purpose} are invalid, and rollout.invalid_limit is "
+                f"{limit:g} ({told}). The run is saved as it was before them: remove the cause, then give the same "
                 "command again."
             )
 
@@ -216,12 +215,15 @@ def open_run(config: Config) -> Run:
         )
     set_up_torch(config)
     directory = config.run_directory
+    is_new = not directory.exists()
     directory.mkdir(parents=True, exist_ok=True)
     lock = lock_directory(directory)
     try:
         return _open_run(config, directory, method, lock)
     except BaseException:
         free_directory(lock)
+        if is_new:
+            shutil.rmtree(directory, ignore_errors=True)  # nothing of a run is in it yet
         raise
 
 

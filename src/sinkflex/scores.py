@@ -124,6 +124,22 @@ def summarize(groups: Sequence[Group]) -> dict[str, Any]:
     }
 
 
+def faults_text(groups: Sequence[Group]) -> str:
+    """Return how many episodes are invalid, and the commonest cause; an empty string if none is."""
+    causes = faults(groups)
+    if not causes:
+        return ""
+    ((cause, count),) = causes.most_common(1)
+    episodes = sum(len(group.members) for group in groups)
+    return f"{causes.total()} of {episodes} episodes invalid; commonest ({count} times): {cause}"
+
+
+def faults(groups: Sequence[Group]) -> Counter[str]:
+    """Count the invalid episodes by the first line of their cause."""
+    episodes = [t for group in groups for t in group.members]
+    return Counter((t.fault or "unknown").splitlines()[0][:200] for t in episodes if not t.valid)
+
+
 def per_task(groups: Sequence[Group], floors: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
     """Return one record a task: trials, invalid ones, how many are solved, mean reward, what no skill is paid.
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from sinkflex import cli
 from sinkflex.config import Config
 from sinkflex.envs.env import Action, Message, StopReason
+from sinkflex.mistakes import fail
 from sinkflex.plain import plain
 from sinkflex.policy.model import load_policy
 from sinkflex.report.score import score_text
@@ -62,7 +63,7 @@ def test_results_and_errors_of_a_command_are_printed_as_they_are(text: str, caps
     cli._print_result(text, as_json=False)
     cli._show_warning(text, UserWarning)
     with pytest.raises(cli.typer.Exit):
-        cli._fail(text, 2)
+        fail(text, 2)
     out, err = capsys.readouterr()
     assert not set(out + err) & {"\x1b", "\x07", "\x9b", "\r", "\x08", "\u202e", "\u2066"}
     assert plain(text).splitlines()[0] in out and plain(text) in err

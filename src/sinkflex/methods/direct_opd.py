@@ -47,8 +47,8 @@ class DirectOPD(Method):
     Options = DirectOPDOptions
     options: DirectOPDOptions
 
-    def __init__(self, options: dict[str, Any], max_tokens: int, source: str = "recipe") -> None:
-        super().__init__(options, max_tokens, source)
+    def __init__(self, options: dict[str, Any], max_tokens: int) -> None:
+        super().__init__(options, max_tokens)
         self.step, self.kl_weight, self.start = 0, self.options.kl_coefficient, "reference"
         self.seen: dict[str, float] = {}
 

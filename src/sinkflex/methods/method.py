@@ -41,8 +41,8 @@ class Method(RolloutHooks):
     needs_solo: ClassVar[bool] = False
     """Credit goes by telecom's gold calls, so that the agent must own every tool."""
 
-    def __init__(self, options: dict[str, Any], max_tokens: int, source: str = "recipe") -> None:
-        self.options = parse_section(self.Options, options, source, prefix="method")
+    def __init__(self, options: dict[str, Any], max_tokens: int) -> None:
+        self.options = parse_section(self.Options, options, "recipe", prefix="method")
         self.max_tokens = max_tokens
 
     @property
@@ -124,8 +124,13 @@ class Method(RolloutHooks):
         """Restore `state_dict`."""
 
 
-def build_method(name: str, options: dict[str, Any], max_tokens: int, source: str = "recipe") -> Method:
-    """Return the method a recipe names: a key of METHODS, or `package.module:Class` outside this repo.
+def build_method(name: str, options: dict[str, Any], max_tokens: int) -> Method:
+    """Return the method a recipe names, with the options it gives; raises what a `ValueError` says to change."""
+    return method_class(name)(options, max_tokens)
+
+
+def method_class(name: str) -> type[Method]:
+    """Return a method by its key in METHODS, or by `package.module:Class` outside this repo.
 
     Raises:
         ValueError: unknown name, with the nearest match.
@@ -141,4 +146,4 @@ def build_method(name: str, options: dict[str, Any], max_tokens: int, source: st
         raise ValueError(f"method.name: {path!r} cannot be imported: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, Method)):
         raise ValueError(f"method.name: {path!r} is not a subclass of sinkflex.methods.method.Method")
-    return cls(options, max_tokens, source)
+    return cls

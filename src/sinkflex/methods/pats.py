@@ -67,8 +67,8 @@ class PATS(Method):
     Options = PATSOptions
     options: PATSOptions
 
-    def __init__(self, options: dict[str, Any], max_tokens: int, source: str = "recipe") -> None:
-        super().__init__(options, max_tokens, source)
+    def __init__(self, options: dict[str, Any], max_tokens: int) -> None:
+        super().__init__(options, max_tokens)
         self.step = 0
         self.banks: dict[str, Bank] = {}
 

@@ -51,8 +51,8 @@ class SEED(Method):
     Options = SEEDOptions
     options: SEEDOptions
 
-    def __init__(self, options: dict[str, Any], max_tokens: int, source: str = "recipe") -> None:
-        super().__init__(options, max_tokens, source)
+    def __init__(self, options: dict[str, Any], max_tokens: int) -> None:
+        super().__init__(options, max_tokens)
         self.step = 0
         self.lessons: list[str] = []
         self.prompts: list[list[int]] = []

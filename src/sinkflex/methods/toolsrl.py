@@ -58,8 +58,8 @@ class ToolsRL(Method):
     options: ToolsRLOptions
     needs_solo = True
 
-    def __init__(self, options: dict[str, Any], max_tokens: int, source: str = "recipe") -> None:
-        super().__init__(options, max_tokens, source)
+    def __init__(self, options: dict[str, Any], max_tokens: int) -> None:
+        super().__init__(options, max_tokens)
         self.steps = 0
 
     async def reward(self, trajectory: Trajectory) -> RewardParts:

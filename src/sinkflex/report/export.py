@@ -1,5 +1,6 @@
-"""Recorded episodes in the formats of other programs: tau2's own results, and Parquet tables.
+"""Recorded episodes in other formats: text to read, tau2's own results, and Parquet tables.
 
+text      to read: what was said and called, what came back, what is trained, what the reward is made of.
 tau2      one JSON file that the package's viewer, evaluator and metrics read. Invalid episodes are left out: the
           format has no place for them, and its metrics would count them as failures.
 parquet   one row an episode, invalid ones included; what has no fixed shape is JSON text. Needs pyarrow.
@@ -18,7 +19,9 @@ from typing import Any
 from sinkflex.config import EnvConfig
 from sinkflex.envs.env import Message, StopReason
 from sinkflex.envs.tau2 import policies, tasks
+from sinkflex.plain import plain
 from sinkflex.recipe import did_you_mean
+from sinkflex.report.transcript import transcript
 from sinkflex.trajectory import Group, Trajectory, read_trajectories, require_writable, to_record
 
 _TERMINATIONS = {
@@ -167,6 +170,11 @@ def _tau2(groups: Sequence[Group], path: Path) -> tuple[bytes, int]:
     )
 
 
+def _text(groups: Sequence[Group], path: Path) -> tuple[bytes, int]:
+    text = plain(transcript(groups))
+    return text.encode("utf-8", "backslashreplace"), sum(len(group.members) for group in groups)
+
+
 def _parquet(groups: Sequence[Group], path: Path) -> tuple[bytes, int]:
     try:
         pa, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
@@ -195,6 +203,7 @@ def _parquet(groups: Sequence[Group], path: Path) -> tuple[bytes, int]:
 _AS_JSON = ("reward_parts", "tags", "record", "turns")
 
 FORMATS: dict[str, tuple[str, Callable[[Sequence[Group], Path], tuple[bytes, int]]]] = {
+    "text": (".txt", _text),
     "tau2": (".tau2.json", _tau2),
     "parquet": (".parquet", _parquet),
 }

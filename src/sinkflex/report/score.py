@@ -1,4 +1,4 @@
-"""The text of a score, as `sinkflex evaluate` prints it."""
+"""The text of a score, as `sinkflex evaluate` and `sinkflex rollout` print it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TABLES = {"by_family": "family", "by_part": "part of the reward", "by_stop_reas
 
 
 def score_text(result: Mapping[str, Any]) -> str:
-    """Return the result of `evaluate.evaluate` as lines and tables."""
+    """Return the result of `evaluate.evaluate` or `evaluate.roll_out_training_tasks` as lines and tables."""
     lines = _score_lines(result)
     if "comparison" in result:
         lines += ["", f"against: {result['against']['policy']}", *_score_lines(result["against"])[1:], ""]
@@ -28,6 +28,7 @@ def _score_lines(result: Mapping[str, Any]) -> list[str]:
         temperature += f" ({result['sampling']})"
     lines = [
         f"policy: {result['policy']}",
+        *(f"{name}: {result[name]}" for name in ("checkpoint", "file") if name in result),
         f"suite: {result['suite']}, split {result['split']}: {result['tasks']} tasks, {result['trials']} trials",
         f"temperature: {temperature}",
         f"about: {result['about']}",
@@ -37,7 +38,8 @@ def _score_lines(result: Mapping[str, Any]) -> list[str]:
     lines.append(f"mean@1: {_number(result['mean@1'])}")
     if result["interval"] is not None:
         lines.append(f"95% interval: {_range(result['interval'])} (bootstrap), {_range(result['wilson'])} (Wilson)")
-    lines.append(f"floors: {_pairs(result['floors'])} (scripted user)")
+    if "floors" in result:
+        lines.append(f"floors: {_pairs(result['floors'])} (scripted user)")
     if len(result["pass^k"]) > 1:
         lines += [f"{name}: {_pairs(result[name])}" for name in ("pass^k", "pass@k")]
     if result["turns"] is not None:

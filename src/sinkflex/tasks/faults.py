@@ -22,14 +22,12 @@ from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any
 
-from tau2.data_model.message import ToolCall as PackageCall
-from tau2.environment.environment import Environment
-
 from sinkflex.config import Verdict
 from sinkflex.envs.env import Action, Message, ToolCall
 from sinkflex.envs.tau2 import actions, policies, scoring, tasks
-from sinkflex.envs.tau2.database import RecordTable, new_world, state_hash, template
+from sinkflex.envs.tau2.database import Environment, RecordTable, new_world, state_hash, template
 from sinkflex.envs.tau2.env import Tau2Env
+from sinkflex.envs.tau2.episode import Tau2ToolCall
 from sinkflex.envs.tau2.infeasible import TRANSFER
 from sinkflex.rollout.scripted import Agent, play
 from sinkflex.tasks.floors import FLOORS
@@ -113,7 +111,7 @@ class Case:
         scoring.initialize(world, self.task)
         made = [
             world.get_response(
-                PackageCall.model_construct(id="", name=c.name, arguments=dict(c.arguments), requestor=c.actor)
+                Tau2ToolCall.model_construct(id="", name=c.name, arguments=dict(c.arguments), requestor=c.actor)
             )
             for c in calls
         ]

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from tau2.environment.toolkit import ToolType
-
 from sinkflex.envs.env import ToolCall
 from sinkflex.envs.tau2.actions import DONE, coerce
 from sinkflex.envs.tau2.database import template
@@ -63,16 +61,16 @@ def same_call(domain: str, call: ToolCall, wanted: ToolCall) -> bool:
 
 def changes(domain: str, tool: str) -> bool:
     """Return whether a tool of either side changes anything."""
-    return _kind(domain, tool) == ToolType.WRITE
+    return _kind(domain, tool) == "write"
 
 
 def reads(domain: str, tool: str) -> bool:
     """Return whether a tool of either side shows something and changes nothing."""
-    return _kind(domain, tool) == ToolType.READ
+    return _kind(domain, tool) == "read"
 
 
 @cache
-def _kind(domain: str, tool: str) -> ToolType | None:
+def _kind(domain: str, tool: str) -> str | None:
     world = template(domain)
     kits = [kit for kit in (world.tools, world.user_tools) if kit is not None]
     return next((kit.tool_type(tool) for kit in kits if kit.has_tool(tool)), None)

@@ -14,11 +14,10 @@ from copy import copy
 from functools import cache
 from typing import Any
 
-from tau2.utils import DATA_DIR
-
 from sinkflex.envs.env import Message, ToolCall, spoken
 from sinkflex.envs.tau2.actions import user_tools
 from sinkflex.envs.tau2.policies import GREETING
+from sinkflex.envs.tau2.tasks import DATA_DIR
 from sinkflex.users.chat_server import ChatServer, Unusable
 from sinkflex.users.user import UserAction, UserStop
 
