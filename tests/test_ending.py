@@ -12,6 +12,7 @@ import torch
 
 from sinkflex import cli
 from sinkflex.config import Config
+from sinkflex.envs.prompts import read_examples
 from sinkflex.recipe import load_config
 from sinkflex.train import train
 from tests.methods.small_run import SMALL, SMOKE
@@ -42,7 +43,8 @@ class Failing(PromptEnv):
 
 def env():
     prompts = pathlib.Path(__file__).with_suffix(".jsonl")
-    prompts.write_text("\\n".join(json.dumps({"prompt": text}) for text in ("Speak.", "Answer.")))
+    if not prompts.exists():
+        prompts.write_text("\\n".join(json.dumps({"prompt": text}) for text in ("Speak.", "Answer.")))
     return Failing({"train": prompts, "test": prompts}, lambda answer, example: 0.5, policy="", max_turns=1)
 """
 
@@ -109,6 +111,12 @@ def test_invalid_episodes_are_told_with_their_commonest_cause(
     cause = "the judge is away"
     told = f"2 episodes of the run were invalid; of validation 1: 1 of 2 episodes invalid; commonest (1 times): {cause}"
     assert status == 0 and error.count(told) == 1
+
+    with (tmp_path / "failing_code.jsonl").open("a") as file:
+        file.write('\n{"prompt": "Speak again."}')
+    read_examples.cache_clear()
+    _, _, error = here("train", *words(tmp_path / "late", *prompts, *once, "train.steps=2"))
+    assert "continuing" in error and "tasks: 1 new (train/3)\n" in error and "code" not in error.partition("tasks:")[0]
 
     status, _, error = here("train", *words(tmp_path / "all", "method.name=failing_code:Always", *once))
     assert status == 2 and "16 of 16 episodes of step 1 are invalid" in error

@@ -23,6 +23,7 @@ SMOKE = Path(__file__).parent.parent / "recipes" / "smoke.toml"
 SMALL = (
     "run.threads=1",
     "warmup.steps=3",
+    "warmup.demonstrations=4",
     "validation.split=base",
     "env.domain=telecom",
     "train.steps=4",

@@ -88,7 +88,7 @@ def save(
         directory: folder of all checkpoints of a run.
         step: steps done.
         state: nested dicts, lists and tuples of JSON values and tensors, for instance `optimizer.state_dict()`.
-        provenance: JSON values to compare on resume: config, versions, and under `NAMED` names or hashes by name.
+        provenance: JSON values to compare on resume: config, versions, and under `NAMED` hashes by name.
         folders: {name: function that fills the folder of this name}, for instance {"model": model.save_pretrained}.
         score: what `best` compares; higher is better.
         keep: how many of the newest to keep, besides the best.
@@ -233,16 +233,15 @@ def _change(key: str, old: Any, new: Any) -> str:
     """Return a change of an origin in words."""
     if key not in NAMED:
         return f"{key} was {json.dumps(old)}, is now {json.dumps(new)}"
-    if not isinstance(old, type(new)):
+    if not isinstance(old, dict):
         return f"{key} may have changed: the checkpoint is of a version that did not record names"
-    before, now = (value if isinstance(value, dict) else dict.fromkeys(value) for value in (old, new))
     found = {
-        "changed": [name for name in now if name in before and now[name] != before[name]],
-        "new": [name for name in now if name not in before],
-        "gone": [name for name in before if name not in now],
+        "changed": [name for name in new if name in old and new[name] != old[name]],
+        "new": [name for name in new if name not in old],
+        "gone": [name for name in old if name not in new],
     }
     told = [f"{len(names)} {what} ({_some(names)})" for what, names in found.items() if names]
-    return f"{key}: {', '.join(told) or 'in another order'}"
+    return f"{key}: {', '.join(told)}"
 
 
 def _some(names: list[str]) -> str:

