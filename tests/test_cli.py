@@ -91,7 +91,10 @@ def test_a_mistake_in_the_recipe_is_found_before_torch_is_imported():
             "smok.toml: no such file, expected a recipe. Did you mean recipes/smoke.toml?",
         ),
         (train("run.seed"), "--set run.seed: expected section.key=value"),
-        (train("method.name=grop"), "Did you mean grpo?"),
+        (
+            train("method.name=grop"),
+            "--set method.name=grop: method.name: there is no method 'grop'. Did you mean grpo?",
+        ),
         (train("method.clip_lo=1"), "Did you mean method.clip_low?"),
         (train("model.path=no/such/folder"), "no/such/folder"),
     ],

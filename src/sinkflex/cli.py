@@ -284,14 +284,18 @@ def main() -> None:
 
 
 def _train(recipe: Path, overrides: list[str], profile: bool = False) -> dict[str, Any]:
-    from sinkflex.recipe import load_config, parse_section, sources_of
+    from sinkflex.recipe import ConfigError, load_config, parse_section, sources_of
 
     config = load_config(recipe, overrides)
     from sinkflex.methods.method import method_class
 
     # A wrong option of the method is found before all the rest is imported.
-    options = method_class(config.method.name).Options
-    parse_section(options, config.method.options, str(recipe), "method", sources_of(overrides))
+    sources = sources_of(overrides)
+    try:
+        options = method_class(config.method.name).Options
+    except ValueError as error:
+        raise ConfigError(f"{sources.get('method.name', recipe)}: {error}") from error
+    parse_section(options, config.method.options, str(recipe), "method", sources)
     from sinkflex.report.ending import remarks
     from sinkflex.train import train
 
