@@ -2,13 +2,15 @@
 
     python benchmarks/direct_opd.py --seeds 0 1 2 3 4 --out runs/direct_opd.jsonl
     python benchmarks/direct_opd.py --table --out runs/direct_opd.jsonl
+    python benchmarks/direct_opd.py --head-start 6 --set train.steps=6 --out runs/direct_opd_ahead.jsonl
 
 For each seed: a weak policy's warm start and its GRPO are the pair; a strong policy's warm start is the student, whose
 arms have equal episodes, fewer than the weak policy's. `plain` imitates the weak policy after RL (its reference is the
 student itself), `grpo` sees the rewards, `shuffled` gets the shifts of other tokens, and `likelihood` a pair without
 RL: the weak warm start before and after half as many further steps. Scores are greedy means on 200 held-out telecom
-tasks, alone from a ticket. That the shift is worth more than a copy shows only where the student starts above the weak
-policy. Appends a row an arm and seed; run it again to continue where it stopped.
+tasks, alone from a ticket. That the shift is worth more than a copy shows where the student is ahead of the weak one:
+give the student a head start and the weak policy fewer steps. Appends a row an arm and seed; run it again to continue
+where it stopped.
 """
 
 from __future__ import annotations

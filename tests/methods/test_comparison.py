@@ -72,8 +72,9 @@ def test_the_results_are_those_of_the_recorded_rows() -> None:
     rows = [json.loads(line) for line in (docs / "methods.jsonl").read_text("utf-8").splitlines()]
     assert comparison.table(rows) in (docs / "results.md").read_text("utf-8")
     assert len({(row["arm"], row["mode"], row["seed"]) for row in rows}) == len(rows)
-    pairs = [json.loads(line) for line in (docs / "direct_opd.jsonl").read_text("utf-8").splitlines()]
-    assert direct_opd.table(pairs) in (docs / "results.md").read_text("utf-8")
+    for name in ("direct_opd", "direct_opd_ahead"):
+        pairs = [json.loads(line) for line in (docs / f"{name}.jsonl").read_text("utf-8").splitlines()]
+        assert direct_opd.table(pairs) in (docs / "results.md").read_text("utf-8")
     assert {tuple(row["floors"].items()) for row in rows if row["mode"] == "dual"} == {tuple(rows[0]["floors"].items())}
 
 
