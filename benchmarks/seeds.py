@@ -5,7 +5,8 @@ continue where it stopped.
     python benchmarks/seeds.py --table
     python benchmarks/seeds.py --recipe recipes/retail_cpu.toml --arms grpo shuffled
 
-Arms: `grpo` is the recipe; `shuffled` gives the rewards of each group to random members, which must teach nothing;
+Arms: `grpo` is the recipe; `shuffled` gives the rewards of each group to random members, which must teach nothing, and
+begins with the warm start of grpo's run of the same seed, where there is one (its minutes leave the warm start out);
 `supervised` spends the wall time of grpo's run of the same seed on the warm start alone, with the same demonstrations.
 """
 
@@ -29,10 +30,12 @@ ARMS = ("grpo", "shuffled", "supervised")
 SCORES = ("warm_start", "test", "test_4_trials", "held_out")
 
 
-def overrides_of(arm: str, seed: int, rows: list[dict[str, Any]]) -> list[str]:
+def overrides_of(arm: str, seed: int, rows: list[dict[str, Any]], folder: Path) -> list[str]:
     """Return what an arm changes in the recipe."""
     if arm == "shuffled":
-        return ["method.shuffle_advantages=true"]
+        start = folder / f"grpo_{seed}" / "warm_start"
+        known = [f"model.path={start}", "warmup.steps=0"] if start.exists() else []
+        return ["method.shuffle_advantages=true", *known]
     if arm == "supervised":
         twin = next((row for row in rows if row["arm"] == "grpo" and row["seed"] == seed), None)
         if twin is None:
@@ -48,7 +51,7 @@ def run_arm(
     """Train one arm and score it on the test tasks, and on the held-out tasks where the domain has them."""
     directory = folder / f"{arm}_{seed}"
     config = load_config(
-        recipe, [*extra, *overrides_of(arm, seed, rows), f"run.seed={seed}", f"run.directory={directory}"]
+        recipe, [*extra, *overrides_of(arm, seed, rows, folder), f"run.seed={seed}", f"run.directory={directory}"]
     )
     started = time.time()
     train(config)

@@ -186,33 +186,34 @@ def test_the_warm_start_checkpoints_layers_only_if_the_learner_does(tmp_path: Pa
         assert any(getattr(m, "gradient_checkpointing", False) for m in run.policy.model.modules()) == wanted
 
 
-def test_the_warm_start_shows_beginnings_first_where_the_domain_has_them(
+def test_the_warm_start_shows_short_beginnings_first_where_the_domain_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demonstrations, "BEGINNINGS", {"telecom": ((0.5, 1), (0.75, 2))})
-    longest = []
-    monkeypatch.setattr(Learner, "update", lambda self, rows, *_, **__: longest.append(turns_of(rows)) or Counter())
-    run = open_run(config(tmp_path, "warmup.steps=8", "warmup.batch_tokens=2000"))
+    every = demonstrations.EVERYTHING
+    stages = ((0.2, 1, every), (0.4, 2, every), (0.6, every, 700), (0.8, every, 1))
+    monkeypatch.setattr(demonstrations, "STAGES", {"telecom": stages})
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(Learner, "update", lambda self, rows, *_, **__: seen.append(measure(rows)) or Counter())
+    played = ("warmup.steps=10", "warmup.demonstrations=10", "warmup.batch_tokens=20000")
+    run = open_run(config(tmp_path, *played))
     with run:
         warm_start(run, lambda: False)
-    assert longest[:6] == [1, 1, 1, 1, 2, 2] and min(longest[6:]) > 2
+    assert [turns for turns, _ in seen[:4]] == [1, 1, 2, 2]
+    assert all(turns > 2 and longest <= 700 for turns, longest in seen[4:6])
+    for pair in (seen[6:8], seen[8:]):
+        assert max(longest for _, longest in pair) > 700, "all are shown at the end, and where none is short enough"
 
 
-def turns_of(rows: list[Row]) -> int:
-    assert sum(map(len, rows)) > 0
-    return max(int(row.turn_index[-1]) + 1 for row in rows)
+def measure(rows: list[Row]) -> tuple[int, int]:
+    assert rows and all(len(row) for row in rows)
+    return max(int(row.turn_index[-1]) + 1 for row in rows), max(len(row) for row in rows)
 
 
-def test_only_retail_shows_beginnings() -> None:
-    assert [demonstrations.turns_shown("retail", done) for done in (0, 0.19, 0.2, 0.44, 0.45, 1)] == [
-        3,
-        3,
-        6,
-        6,
-        None,
-        None,
-    ]
-    assert demonstrations.turns_shown("telecom", 0) is None
+def test_only_retail_shows_some_episodes_first() -> None:
+    stages = [demonstrations.stage("retail", done) for done in (0, 0.12, 0.24, 0.72, 1)]
+    every = demonstrations.EVERYTHING
+    assert stages == [(3, every), (6, every), (every, 1100), (every, every), (every, every)]
+    assert demonstrations.stage("telecom", 0) == (every, every)
 
 
 def test_torch_is_told_to_be_deterministic(whole: Path) -> None:

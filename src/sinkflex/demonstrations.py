@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from sinkflex.build import make_env
 from sinkflex.config import Config
@@ -15,26 +16,36 @@ from sinkflex.seeds import generator, seed_for
 from sinkflex.tasks.suites import scored_tasks, training_tasks
 from sinkflex.users.retail import KINDS
 
-# The warm start shows the beginnings of episodes first: (share of its steps, turns). In retail ids have to be
-# copied, which is learned in short episodes.
-BEGINNINGS = {"retail": ((0.2, 3), (0.45, 6))}
+EVERYTHING = 10**9
+# What the warm start shows first: up to a share of its steps, so many turns of episodes of no more than so many tokens.
+# In retail ids have to be copied, which is learned where there are few of them.
+STAGES = {"retail": ((0.12, 3, EVERYTHING), (0.24, 6, EVERYTHING), (0.72, EVERYTHING, 1100))}
 
 
-def turns_shown(domain: str, done: float) -> int | None:
-    """Return how many turns of an episode the warm start shows, None for all.
+def stage(domain: str, done: float) -> tuple[int, int]:
+    """Return how many turns the warm start shows of an episode, and how many tokens an episode may have.
 
     Args:
         domain: of the environment.
         done: share of the steps that is behind.
     """
-    return next((turns for share, turns in BEGINNINGS.get(domain, ()) if done < share), None)
+    stages = STAGES.get(domain, ())
+    return next(((turns, longest) for share, turns, longest in stages if done < share), (EVERYTHING, EVERYTHING))
 
 
 def demonstrations(config: Config) -> list[Dialogue]:
     """Let the scripted expert play the warm start's train tasks; the run's seed decides which and how.
 
     In retail, where it plays a task in one way only, the other episodes have practice customers who get what they want.
+    The last ones are kept, since a tokenizer and the warm start of a run want the same: `played.cache_clear()` ends it.
     """
+    return played(config.model_dump_json())
+
+
+@lru_cache(maxsize=1)
+def played(recipe: str) -> list[Dialogue]:
+    """Play the demonstrations of a recipe, given as JSON."""
+    config = Config.model_validate_json(recipe)
     warmup, seed = config.warmup, config.run.seed
     train = scored_tasks(config.env.domain, "train")
     if warmup.demonstrations > len(train):
@@ -43,13 +54,13 @@ def demonstrations(config: Config) -> list[Dialogue]:
     env = make_env(config, offline=True)
     agent = expert(config)
     repeats = 1 if config.env.domain == "retail" else warmup.repeats
-    played = [
+    episodes = [
         play(env, agent, train[int(i)].task_id, seed_for(seed, "demonstration", int(i), repeat))
         for i in picks
         for repeat in range(repeats)
     ]
     others = (practice.name(seed, number) for number in range(len(picks) * (warmup.repeats - repeats)))
-    return [*played, *filter(fulfilled, (play(env, agent, name, seed=0) for name in others))]
+    return [*episodes, *filter(fulfilled, (play(env, agent, name, seed=0) for name in others))]
 
 
 def fulfilled(dialogue: Dialogue) -> bool:

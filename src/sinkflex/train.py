@@ -18,7 +18,7 @@ import torch
 
 from sinkflex.build import make_learner
 from sinkflex.config import Config, LearnerConfig
-from sinkflex.demonstrations import demonstrations, turns_shown
+from sinkflex.demonstrations import demonstrations, played, stage
 from sinkflex.learner.losses import LossInputs, aggregate
 from sinkflex.learner.rows import beginning, rows_of
 from sinkflex.learner.step import Needs
@@ -119,6 +119,7 @@ def warm_start(run: Run, interrupted: Callable[[], bool]) -> None:
     if warmup.steps:
         run.metrics.doing("playing demonstrations")
         episodes = [encode(d, run.chat, run.config.rollout.max_tokens) for d in demonstrations(run.config)]
+        played.cache_clear()  # their ids are enough from here on
         groups = [Group(t.task_id, [t]) for t in episodes]
         rows = rows_of(groups, [[np.ones(t.sampled_tokens, np.float32)] for t in episodes])
         options = LearnerConfig(
@@ -129,15 +130,17 @@ def warm_start(run: Run, interrupted: Callable[[], bool]) -> None:
             checkpoint_layers=run.config.learner.checkpoint_layers,
         )
         learner = make_learner(run.config, run.policy, options, warmup.steps)
+        limits, seen = (0, 0), rows
         for step in range(1, warmup.steps + 1):
             run.metrics.doing("warm start", step, warmup.steps)
             rng = generator(run.config.run.seed, "warmup", step)
-            turns = turns_shown(run.config.env.domain, (step - 1) / warmup.steps)
+            if (now := stage(run.config.env.domain, (step - 1) / warmup.steps)) != limits:
+                parts = [beginning(row, now[0]) for row in rows if len(row) <= now[1]]
+                limits, seen = now, [part for part in parts if len(part)] or rows
             batch, tokens = [], 0
-            for index in rng.permutation(len(rows)).tolist():
-                row = beginning(rows[index], turns)
-                batch += [row] if len(row) else []
-                tokens += len(row)
+            for index in rng.permutation(len(seen)).tolist():
+                batch.append(seen[index])
+                tokens += len(seen[index])
                 if tokens >= warmup.batch_tokens:
                     break
             values = learner.update(batch, likelihood, Needs(), count_zero_groups=True)

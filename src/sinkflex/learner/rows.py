@@ -39,15 +39,13 @@ def rows_of(groups: Sequence[Group], advantages: Sequence[Sequence[np.ndarray]])
     return rows
 
 
-def beginning(row: Row, turns: int | None) -> Row:
+def beginning(row: Row, turns: int) -> Row:
     """Return the first turns of a row, as views of its arrays; no tokens if it begins later.
 
     Args:
         row: turns in order.
-        turns: how many turns of the trajectory; None for all.
+        turns: how many turns of the trajectory.
     """
-    if turns is None:
-        return row
     end = int(np.searchsorted(row.turn_index, turns))
     arrays = {f.name: getattr(row, f.name) for f in fields(row) if isinstance(getattr(row, f.name), np.ndarray)}
     streams = {name: values[:end] for name, values in row.streams.items()}

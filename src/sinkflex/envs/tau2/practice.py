@@ -1,6 +1,6 @@
 """Practice tasks of retail: customers of the shop's own database, with wishes drawn at random.
 
-    [PRACTICE 0/17]   task 17 of seed 0: a customer wants to exchange the tablet of one order and cancel another
+    [PRACTICE 0/17]   task 17 of seed 0: a customer wants to exchange the tablet of an order
 
 The package's tasks are few: whoever learns from them alone can learn their ids by heart. Here the name of a task is all
 there is to it, and the database has room for any number of them. The reward is the package's own: the state after the
@@ -21,7 +21,6 @@ from sinkflex.envs.tau2.database import template
 from sinkflex.seeds import generator
 
 NAME = re.compile(r"\[PRACTICE (\d+)/(\d+)\]")
-_WISHES = (1, 1, 1, 2)
 _KINDS = {
     "pending": (
         "cancel_pending_order",
@@ -58,9 +57,9 @@ def build(task_id: str, sealed: str) -> Task:
     user, stranger = (customers[i] for i in rng.choice(len(customers), 2, replace=False))
     address = stranger.address.model_dump()
     orders = [order for order in map(_database().orders.peek, user.orders) if order.status in _KINDS]
-    wishes = [_wish(rng, user, orders[i], address) for i in rng.permutation(len(orders))[: rng.choice(_WISHES)]]
+    wishes = [_wish(rng, user, orders[rng.integers(len(orders))], address)]
     if rng.random() < 0.1:
-        wishes.append(("modify_user_address", {"user_id": user.user_id, **address}))
+        wishes = [("modify_user_address", {"user_id": user.user_id, **address})]
     identity = str(rng.choice(_IDENTITIES)).format(
         first=user.name.first_name,
         last=user.name.last_name,
@@ -90,8 +89,7 @@ def _wish(rng: np.random.Generator, user: Any, order: Any, address: Mapping[str,
         if not methods:
             return _wish(rng, user, order, address)
         return kind, {**key, "payment_method_id": str(rng.choice(methods))}
-    picks = rng.permutation(len(order.items))[: rng.integers(1, 3)]
-    items = [order.items[i] for i in sorted(picks.tolist())]
+    items = [order.items[rng.integers(len(order.items))]]
     wish = {**key, "item_ids": [item.item_id for item in items]}
     if kind == "return_delivered_order_items":
         gifts = [id for id in user.payment_methods if id.startswith("gift_card")]
