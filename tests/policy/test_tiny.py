@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
+from transformers import AutoTokenizer
 
 from sinkflex.policy.tiny import build_tokenizer
 
@@ -62,3 +67,34 @@ def test_texts_come_back_and_the_vocabulary_is_no_larger_than_wanted(tokenizer):
     odd = ["", " ", "  a", "A1b2", "é_9", 'x"y', "80548887730", f"a{USUAL}b", "yusuf_", "\n\t7", "日本 12"]
     for whole in [text(5), *odd]:
         assert tokenizer.decode(tokenizer(whole).input_ids) == whole
+
+
+def test_every_process_makes_the_same_tokenizer_of_the_same_texts():
+    program = (
+        "from tests.policy.test_tiny import build_tokenizer, text\n"
+        "usual = ' '.join(f'{n * 104729 + 8000000:08d}' for n in range(300))\n"
+        "made = build_tokenizer([*(text(n) + usual for n in range(40)), *map(text, range(40, 800))], 1024)\n"
+        "assert len(made) > made.vocab_size + 100, 'some numbers of equal frequency are tokens, others are not'\n"
+        "print(made.backend_tokenizer.to_str())"
+    )
+    made = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "12"
+    }
+    assert len(made) == 1
+
+
+def test_a_saved_tokenizer_is_the_same_again(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again.get_vocab() == tokenizer.get_vocab()
+    for whole in [text(5), f"{USUAL}, {USUAL}.", *tokenizer.get_vocab()]:
+        ids = tokenizer(whole).input_ids
+        assert again(whole).input_ids == ids
+        assert again.decode(ids) == tokenizer.decode(ids) == whole, "special tokens are kept, and no blank is added"

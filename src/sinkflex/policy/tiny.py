@@ -65,7 +65,7 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
         vocabulary: number of ids, special tokens and the 256 bytes included.
     """
     texts = list(texts)
-    numbers = Counter(number for text in texts for number in set(re.findall(r"\d{4,}", text)))
+    numbers = Counter(number for text in texts for number in dict.fromkeys(re.findall(r"\d{4,}", text)))
     many = len(numbers) > vocabulary / 2
     often = [number for number, seen in numbers.most_common(vocabulary // 6) if seen >= 20 and len(number) > 5]
     common = often if many else []
