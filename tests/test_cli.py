@@ -121,6 +121,15 @@ def test_a_forgotten_set_is_told(command):
     assert "Type --set train.steps=3 --set 'env.domain=my mock'" in told and "--set run.seed" not in told
 
 
+@pytest.mark.parametrize("place", ["recipe", "value"])
+def test_a_file_and_the_value_of_an_option_are_no_forgotten_set(place, here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("kl.weight=0.1").write_text("[run]\nseed = x")
+    arguments = ["kl.weight=0.1"] if place == "recipe" else ["nowhere", "--recipe", "my.lr=3"]
+    status, _, error = here("train" if place == "recipe" else "evaluate", *arguments)
+    assert status == 2 and "--set" not in error and ("kl.weight=0.1: " in error or "nowhere: no such folder" in error)
+
+
 def test_debug_shows_where_a_mistake_was_found():
     done = sinkflex("train", "recipes/smok.toml", "--debug")
     assert done.returncode != 0

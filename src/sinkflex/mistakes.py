@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -37,9 +38,14 @@ class Command(TyperCommand):
     """A command that knows a forgotten `--set` when it sees one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse, unless an option of a recipe stands there by itself."""
+        """Parse, unless an option of a recipe stands there by itself: no file, and no value of another option."""
+        valued = {
+            name for parameter in self.params if not getattr(parameter, "is_flag", True) for name in parameter.opts
+        }
         loose = [
-            word for before, word in pairwise(["", *args]) if before != "--set" and re.match(r"\w+(\.\w+)+=", word)
+            word
+            for before, word in pairwise(["", *args])
+            if before not in valued and re.match(r"\w+(\.\w+)+=", word) and not Path(word).exists()
         ]
         if loose and any(parameter.name == "overrides" for parameter in self.params):
             told = " ".join(f"--set {shlex.quote(word)}" for word in loose)
