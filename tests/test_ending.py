@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sinkflex import cli
 from sinkflex.config import Config
-from sinkflex.envs.prompts import read_examples
+from sinkflex.envs.prompts import PromptEnv, read_examples
 from sinkflex.recipe import load_config
 from sinkflex.train import train
 from tests.methods.small_run import SMALL, SMOKE
@@ -112,10 +116,14 @@ def test_invalid_episodes_are_told_with_their_commonest_cause(
     told = f"2 episodes of the run were invalid; of validation 1: 1 of 2 episodes invalid; commonest (1 times): {cause}"
     assert status == 0 and error.count(told) == 1
 
+    shutil.rmtree(tmp_path / "late" / "trajectories")  # to have space, say
+    status, out, error = here("train", *words(tmp_path / "late", *prompts, *once, "train.steps=2", "rollout.groups=1"))
+    assert status == 0 and "step: 2" in out and "episodes of the run were invalid" in error
+
     with (tmp_path / "failing_code.jsonl").open("a") as file:
         file.write('\n{"prompt": "Speak again."}')
     read_examples.cache_clear()
-    _, _, error = here("train", *words(tmp_path / "late", *prompts, *once, "train.steps=2"))
+    _, _, error = here("train", *words(tmp_path / "late", *prompts, *once, "train.steps=3"))
     assert "continuing" in error and "tasks: 1 new (train/3)\n" in error and "code" not in error.partition("tasks:")[0]
 
     status, _, error = here("train", *words(tmp_path / "all", "method.name=failing_code:Always", *once))
@@ -123,12 +131,40 @@ def test_invalid_episodes_are_told_with_their_commonest_cause(
     assert "(16 times: AttributeError: 'Trajectory' object has no attribute 'no_such_attribute')" in error
 
 
+@dataclass(frozen=True)
+class Dated:
+    """A task whose facts are no JSON."""
+
+    task_id: str
+    tags: Mapping[str, Any]
+    example: Mapping[Any, Any]
+
+
+class Calendar(PromptEnv):
+    """Prompts as tasks of one's own kind."""
+
+    def tasks(self, split: str) -> Any:
+        return [Dated(t.task_id, {}, {date(2026, 1, 1): {1, 2}}) for t in super().tasks(split)]
+
+
+def calendar() -> Calendar:
+    return Calendar(dict.fromkeys(("train", "test"), "examples/own_prompts.jsonl"), lambda *_: 1.0, max_turns=1)
+
+
+def test_tasks_of_ones_own_may_hold_anything(here: Here, tmp_path: Path) -> None:
+    prompts = [f"env.domain={__name__}:calendar", "env.max_turns=30", "tasks.split=train", "validation.split=test"]
+    for steps in (1, 2):
+        status, _, error = here("train", *words(tmp_path, *prompts, f"train.steps={steps}"))
+        assert status == 0 and ": tasks" not in error, error
+
+
 def test_a_score_of_an_interrupted_run_says_which_step_it_is_of(here: Here, tmp_path: Path) -> None:
     config: Config = load_config(SMOKE, [*SMALL, f"run.directory={tmp_path}", "train.steps=3"])
     with pytest.raises(KeyboardInterrupt):
         train(config, interrupted=lambda: True)
-    out = here("evaluate", str(tmp_path), "--split", "base")[1]
     newest = f"{tmp_path}/checkpoints/step_1"
+    shutil.copytree(newest, f"{newest}_copy")  # a person's own
+    out = here("evaluate", str(tmp_path), "--split", "base")[1]
     assert f"\npolicy: {tmp_path}/checkpoints/step_0\n" in f"\n{out}"
     told = f"checkpoint: step_0, the best that was validated; the newest is step_1: sinkflex evaluate {newest}/model"
     assert told in out

@@ -137,7 +137,7 @@ def latest(directory: Path) -> Checkpoint | None:
         CheckpointError: there are checkpoints, all damaged.
     """
     damages = []
-    for path in reversed(_paths(directory)):
+    for path in reversed(paths(directory)):
         damage = verify(path)
         if not damage:
             return _read(path)
@@ -153,7 +153,7 @@ def latest(directory: Path) -> Checkpoint | None:
 
 def best(directory: Path) -> Checkpoint | None:
     """Return the whole checkpoint with the highest score, the newest of equal ones; None if none has a score."""
-    return next((_read(path) for path in reversed(_ranking(_paths(directory))) if not verify(path)), None)
+    return next((_read(path) for path in reversed(_ranking(paths(directory))) if not verify(path)), None)
 
 
 def verify(path: Path) -> str:
@@ -168,7 +168,7 @@ def verify(path: Path) -> str:
     return f"hashes differ for {', '.join(wrong) or _SUMS}"
 
 
-def _paths(directory: Path) -> list[Path]:
+def paths(directory: Path) -> list[Path]:
     """Return the checkpoint folders, oldest first."""
     numbered = [(int(path.name[5:]), path) for path in directory.glob("step_*") if path.name[5:].isdigit()]
     return [path for _, path in sorted(numbered)]
@@ -181,10 +181,10 @@ def _read(path: Path) -> Checkpoint:
     return Checkpoint(path, about["step"], about["score"], about["provenance"])
 
 
-def _ranking(paths: list[Path]) -> list[Path]:
+def _ranking(folders: list[Path]) -> list[Path]:
     """Return the checkpoints that have a score, best last; of equal ones the newest last."""
     scores = {}
-    for path in paths:
+    for path in folders:
         with contextlib.suppress(OSError, ValueError, KeyError):
             scores[path] = json.loads((path / "about.json").read_text(encoding="utf-8"))["score"]
     return sorted((path for path in scores if scores[path] is not None), key=lambda path: scores[path])
@@ -195,8 +195,8 @@ def _prune(directory: Path, step: int, keep: int) -> None:
 
     One of a later step than `step` is damaged, or the run would have continued from it: it goes too.
     """
-    paths = [path for path in _paths(directory) if int(path.name[5:]) <= step]
-    kept = {*paths[-keep:], *_ranking(paths)[-1:]}
+    past = [path for path in paths(directory) if int(path.name[5:]) <= step]
+    kept = {*past[-keep:], *_ranking(past)[-1:]}
     for path in {*directory.glob("step_*"), *directory.glob(f"{_HIDDEN}*")} - kept:
         # Hidden first, so that a crash half-way leaves no partial checkpoint in sight.
         hidden = directory / f"{_HIDDEN}{path.name.removeprefix(_HIDDEN)}"

@@ -194,8 +194,7 @@ def roll_out(config: Config, policy: Policy, task_ids: list[str], size: int, pha
 
 def _which_checkpoint(source: Path, taken: Path) -> str:
     """Return which checkpoint of a run is played if it is not the newest, and how to play that one."""
-    steps = source.glob("checkpoints/step_*")
-    newest = max(steps, key=lambda path: int(path.name.removeprefix("step_")), default=taken)
+    newest = [taken, *checkpoint.paths(source / "checkpoints")][-1]
     if taken in (source, newest):
         return ""
     return (

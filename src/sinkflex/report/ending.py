@@ -29,7 +29,7 @@ def remarks(run: Run) -> list[str]:
 
 def _unmoved(run: Run, records: list[dict[str, Any]]) -> str:
     steps = [record for record in records if record["step"] > 0]
-    if not steps or any(record["learner/gradient_norm"] for record in steps):
+    if not steps or any(record.get("learner/gradient_norm") for record in steps):
         return ""
     rewards = [record["reward/mean"] for record in steps if "reward/mean" in record]
     mean = f" (mean reward {sum(rewards) / len(rewards):.3g})" if rewards else ""
@@ -53,6 +53,9 @@ def _invalid(run: Run, records: list[dict[str, Any]]) -> str:
     if not counted:
         return ""
     step, kind, _ = counted[-1]
-    groups = read_trajectories(run.directory / "trajectories" / f"{kind}_{step}.jsonl.zst")
+    path = run.directory / "trajectories" / f"{kind}_{step}.jsonl.zst"
     total = sum(int(count) for _, _, count in counted)
-    return f"{total} episodes of the run were invalid; of {kind} {step}: {faults_text(groups)}"
+    cause = (
+        f"; of {kind} {step}: {faults_text(read_trajectories(path))}" if path.is_file() else ""
+    )  # it may be tidied away
+    return f"{total} episodes of the run were invalid{cause}"
