@@ -57,8 +57,15 @@ class Student:
         return load_config(RECIPE, [*self.extra, *changes, *fixed])
 
     def trained(self, name: str, *changes: str) -> Path:
-        """Run to the end what is not there yet, and return the run's directory."""
+        """Run to the end what is not there yet, and return the run's directory.
+
+        Raises:
+            SystemExit: what is there was made with other options, with another head start say.
+        """
         config = self.config(name, *changes)
+        made = config.run_directory / "config.toml"
+        if made.exists() and load_config(made) != config:
+            raise SystemExit(f"{made} has other options than what is asked for now: choose another --out")
         train(config).metrics.close()
         return config.run_directory
 

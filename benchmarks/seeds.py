@@ -34,7 +34,8 @@ def overrides_of(arm: str, seed: int, rows: list[dict[str, Any]], folder: Path) 
     """Return what an arm changes in the recipe."""
     if arm == "shuffled":
         start = folder / f"grpo_{seed}" / "warm_start"
-        known = [f"model.path={start}", "warmup.steps=0"] if start.exists() else []
+        whole = (folder / f"grpo_{seed}" / "checkpoints").exists()  # written after the warm start
+        known = [f"model.path={start}", "warmup.steps=0"] if whole else []
         return ["method.shuffle_advantages=true", *known]
     if arm == "supervised":
         twin = next((row for row in rows if row["arm"] == "grpo" and row["seed"] == seed), None)
@@ -53,9 +54,13 @@ def run_arm(
     config = load_config(
         recipe, [*extra, *overrides_of(arm, seed, rows, folder), f"run.seed={seed}", f"run.directory={directory}"]
     )
-    started = time.time()
-    train(config)
-    seconds = time.time() - started
+    spent, started = directory / "seconds", time.time()  # of all parts of a run that was interrupted
+    try:
+        train(config)
+    finally:
+        seconds = time.time() - started + (float(spent.read_text()) if spent.exists() else 0.0)
+        if directory.exists():
+            spent.write_text(str(seconds))
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     timing = [json.loads(line) for line in (directory / "timing.jsonl").read_text().splitlines()]
     scored = [r for r in records if "validation/mean@1" in r]

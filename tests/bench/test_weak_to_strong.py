@@ -10,6 +10,7 @@ import pytest
 from sinkflex.config import Config
 from sinkflex.methods.direct_opd import DirectOPD
 from sinkflex.methods.method import build_method
+from tests.methods.small_run import SMALL
 from tests.methods.test_comparison import script
 
 weak_to_strong = script("direct_opd")
@@ -78,3 +79,13 @@ def test_the_table_sets_a_gain_against_what_rl_gained_the_weak_policy() -> None:
     assert "| direct | 2 | 0.100 | 0.500 | 0.200 | 0.500 | +0.300 (+0.200 to +0.400) | 0.75 |" in text
     assert text.endswith('Floors: {"do_nothing": 0.0}. no user.')
     assert "+0.200 | 0.50 |" in weak_to_strong.table(rows[:1]), "one seed has no interval"
+
+
+def test_a_folder_of_other_options_is_not_continued(tmp_path: Path) -> None:
+    small = [*SMALL, "rollout.groups=2"]
+    student = weak_to_strong.Student(tmp_path, 0, small, "base")
+    changes = ["train.steps=1", "env.solo=false"]
+    run = student.trained("strong", *changes)
+    assert student.trained("strong", *changes) == run, "what is there is taken as it is"
+    with pytest.raises(SystemExit, match=r"strong_0/config.toml has other options .* choose another --out"):
+        student.trained("strong", *changes, "learner.warmup_steps=7")
