@@ -53,6 +53,7 @@ def episode(task_id: str, member: int = 0, reward: float | None = 1.0) -> Trajec
         {"family": "mms", "faults": 3},
         "telecom",
         record,
+        [Message("system", "Be brief."), Message("user", "Hm?")],
     )
 
 
@@ -75,12 +76,12 @@ def test_groups_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert read_trajectories(plain) == groups
 
 
-def test_a_file_of_the_first_version_is_read_without_domain_and_record(tmp_path: Path) -> None:
+def test_a_file_of_an_earlier_version_is_read_without_what_it_lacks(tmp_path: Path) -> None:
     values: dict[str, Any] = {"group": 0, **to_record(episode("a"))} | {"version": 1}
-    del values["domain"], values["record"]
+    del values["domain"], values["record"], values["opening"]
     (tmp_path / "t.jsonl").write_text(json.dumps(values) + "\n")
     read = read_trajectories(tmp_path / "t.jsonl")[0].members[0]
-    assert (read.domain, read.record) == ("", []) and read.turns == episode("a").turns
+    assert (read.domain, read.record, read.opening) == ("", [], []) and read.turns == episode("a").turns
 
 
 @pytest.mark.parametrize("kept", [-1, -3, -400])

@@ -28,7 +28,7 @@ import zstandard
 from sinkflex.envs.env import Action, Message, StopReason, ToolCall
 from sinkflex.recipe import did_you_mean
 
-TRAJECTORY_VERSION = 2
+TRAJECTORY_VERSION = 3
 
 
 class Outcome(StrEnum):
@@ -82,6 +82,7 @@ class Trajectory:
         domain: which tasks `task_id` is one of, e.g. "telecom".
         record: (actor, message) in order, the user's side included: what agent ("assistant") and user ("user") said
             and called, and the tools' answers under the actor that asked. Calls are as they ran, after coercion.
+        opening: what the agent was shown before its first turn: the method's words, the prompt, ticket or first words.
     """
 
     task_id: str
@@ -97,6 +98,7 @@ class Trajectory:
     tags: dict[str, Any] = field(default_factory=dict)
     domain: str = ""
     record: list[tuple[str, Message]] = field(default_factory=list)
+    opening: list[Message] = field(default_factory=list)
 
     @property
     def valid(self) -> bool:
@@ -168,6 +170,7 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
         "fault": trajectory.fault,
         "tags": trajectory.tags,
         "record": [{"actor": actor, **asdict(message)} for actor, message in trajectory.record],
+        "opening": [asdict(message) for message in trajectory.opening],
         "turns": [
             {
                 "prompt_ids": list(map(int, turn.prompt_ids)),
@@ -187,7 +190,8 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory that `to_record` made these JSON values of. Version 1 had neither domain nor record.
+    """Return the trajectory that `to_record` made these JSON values of. Version 1 had neither domain nor record,
+    version 2 no opening.
 
     Raises:
         LookupError, TypeError, ValueError: it did not make them.
@@ -214,6 +218,7 @@ def from_record(record: Mapping[str, Any]) -> Trajectory:
         stop_reason=StopReason(record["stop_reason"]),
         domain=record.get("domain", ""),
         record=[(item["actor"], _message({k: v for k, v in item.items() if k != "actor"})) for item in said],
+        opening=list(map(_message, record.get("opening", ()))),
     )
 
 

@@ -203,7 +203,7 @@ def test_a_table_holds_every_episode_and_gives_it_back(groups: Any, path: Path, 
     assert rows[0]["behavior_logprobs"] == [turn.behavior_logprobs for turn in first.turns]
     assert rows[0]["seed"] == first.seed and json.loads(rows[0]["tags"]) == first.tags
     for row, old in zip(rows, [t for g in faulty for t in g.members], strict=True):
-        as_json = {name: json.loads(row[name]) for name in ("reward_parts", "tags", "record", "turns")}
+        as_json = {name: json.loads(row[name]) for name in ("reward_parts", "tags", "opening", "record", "turns")}
         assert from_record(row | as_json) == old
 
 

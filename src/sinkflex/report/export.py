@@ -200,7 +200,7 @@ def _parquet(groups: Sequence[Group], path: Path) -> tuple[bytes, int]:
 
 
 # Columns whose keys and types differ from episode to episode.
-_AS_JSON = ("reward_parts", "tags", "record", "turns")
+_AS_JSON = ("reward_parts", "tags", "opening", "record", "turns")
 
 FORMATS: dict[str, tuple[str, Callable[[Sequence[Group], Path], tuple[bytes, int]]]] = {
     "text": (".txt", _text),

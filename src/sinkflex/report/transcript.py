@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 
 from sinkflex.envs.env import Message, ToolCall
-from sinkflex.envs.tau2.policies import GREETING
 from sinkflex.trajectory import Group, Trajectory, Turn
 
 _LEGEND = "Trained: the ids that the policy sampled, as many as stand in [brackets]. All else is context.\n"
@@ -22,26 +21,30 @@ def _lines(t: Trajectory) -> Iterator[str]:
     parts = ", ".join(f"{name} {_number(value)}" for name, value in t.reward_parts.items())
     yield from [f"parts of the reward: {parts}"] if parts else []
     yield from [f"fault: {t.fault}"] if t.fault else []
-    said = list(t.record)  # what the user does with tools of its own is there alone
-    if said and said[0][1].content == GREETING:
-        first = next((i for i, (_, message) in enumerate(said) if message.role == "user"), 0)
-        for actor, message in said[: first + 1]:
-            yield from _message("agent" if actor == "assistant" else actor, message)
-        del said[: first + 1]
+    said = list(t.record)  # what the user does with tools of its own is there alone, and the agent's greeting
+    # In files of earlier versions the user's first words are the opening.
+    for message in t.opening or [message for _, message in said if message.role == "user"][:1]:
+        yield from _heard(message, said, ("assistant", "user"))
     for turn in t.turns:
         yield from _turn(turn)
         for message in turn.observation:
-            place = next((i for i, (_, other) in enumerate(said) if other == message), -1)  # -1: not recorded
-            yield from _of_the_user(said[: place + 1][:-1])
-            del said[: place + 1]
-            yield from _message(message.role, message)
-    yield from _of_the_user(said)
+            yield from _heard(message, said, ("user",))
+    yield from _recorded(said, ("user",))
 
 
-def _of_the_user(said: Sequence[tuple[str, Message]]) -> Iterator[str]:
+def _heard(message: Message, said: list[tuple[str, Message]], actors: Sequence[str]) -> Iterator[str]:
+    """Yield a message and what these actors did before it; the record is used up to there, if the message is in it."""
+    place = next((i for i, (_, other) in enumerate(said) if other == message), -1)
+    yield from _recorded(said[: place + 1][:-1], actors)
+    del said[: place + 1]
+    yield from _message("agent" if message.role == "assistant" else message.role, message)
+
+
+def _recorded(said: Sequence[tuple[str, Message]], actors: Sequence[str]) -> Iterator[str]:
     for actor, message in said:
-        if actor == "user":
-            yield from _message("the user's tool" if message.role == "tool" else "user", message)
+        if actor in actors:
+            who = "the user's tool" if (actor, message.role) == ("user", "tool") else message.role
+            yield from _message("agent" if who == "assistant" else who, message)
 
 
 def _turn(turn: Turn) -> Iterator[str]:

@@ -197,4 +197,5 @@ class Episode:
             tags=dict(self._info.get("tags", {})),
             domain=self._info.get("domain", ""),
             record=list(info.get("record", ())),
+            opening=self._opening,
         )
