@@ -229,3 +229,24 @@ def test_reading_a_config_imports_nothing_heavy():
     program = "import sys, sinkflex.recipe; print({'torch', 'transformers', 'numpy', 'tau2'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+class Demanding(Section):
+    """Options as a method of one's own may have them: without a default, or with one that is no JSON."""
+
+    needed: float
+    place: Path = Path("here")
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({}, "method.needed is missing, and has no default. Type method.needed = VALUE."),
+        ({"needed": "x"}, 'method.needed = "x", expected a number.'),
+        ({"needed": 1, "place": 3}, 'method.place = 3, expected an instance of Path, for instance "here".'),
+    ],
+)
+def test_options_without_a_default_or_with_an_unusual_one_are_explained_too(data, line):
+    with pytest.raises(ConfigError) as error:
+        parse_section(Demanding, data, "R", "method")
+    assert str(error.value) == f"R: {line}"

@@ -153,6 +153,8 @@ def _explain(model: type[BaseModel], item: Mapping[str, Any], location: list[str
         return str(item["ctx"]["error"])
     if item["type"] == "extra_forbidden":
         return _explain_unknown(model, location, key)
+    if item["type"] == "missing":
+        return f"{key} is missing, and has no default. Type {key} = VALUE."
     found = json.dumps(item["input"], ensure_ascii=False, default=str)
     if item["type"] == "model_type":
         return f"{key} = {found}, expected a section [{key}] with options of its own."
@@ -162,8 +164,8 @@ def _explain(model: type[BaseModel], item: Mapping[str, Any], location: list[str
     field = _field(model, location)
     if item["type"] == "literal_error":
         expected += "." + did_you_mean(str(item["input"]), re.findall(r"'(.*?)'", item["ctx"]["expected"]))
-    elif field is not None and field.default:
-        expected += f", for instance {json.dumps(field.default)}."
+    elif field is not None and not field.is_required() and field.default:
+        expected += f", for instance {json.dumps(field.default, default=str)}."
     else:
         expected += "."
     about = f" ({field.description})" if field is not None and field.description else ""
