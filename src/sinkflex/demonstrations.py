@@ -19,7 +19,7 @@ from sinkflex.users.retail import KINDS
 EVERYTHING = 10**9
 # What the warm start shows first: up to a share of its steps, so many turns of episodes of no more than so many tokens.
 # In retail ids have to be copied, which is learned where there are few of them.
-STAGES = {"retail": ((0.12, 3, EVERYTHING), (0.24, 6, EVERYTHING), (0.72, EVERYTHING, 1100))}
+STAGES = {"retail": ((0.15, 3, EVERYTHING), (1.0, EVERYTHING, 1100))}
 
 
 def stage(domain: str, done: float) -> tuple[int, int]:

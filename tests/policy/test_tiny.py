@@ -1,4 +1,4 @@
-"""The tiny policy's tokenizer where a domain has more numbers than ids can stand for: what must be copied, can be."""
+"""The tiny policy where much must be copied: ids keep their tokens, and attention begins by looking at equal ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
-from sinkflex.policy.tiny import build_tokenizer
+from sinkflex.config import TinyConfig
+from sinkflex.policy.tiny import build_model, build_tokenizer
 
 PARTS = [f"{n * 7919 % 10**7:07d}" for n in range(1, 900)]
 NAMES = ["Yusuf", "Rossi", "Mei", "Ahmed", "Chen", "Noah"]
@@ -98,3 +100,22 @@ def test_a_saved_tokenizer_is_the_same_again(tokenizer, tmp_path):
         ids = tokenizer(whole).input_ids
         assert again(whole).input_ids == ids
         assert again.decode(ids) == tokenizer.decode(ids) == whole, "special tokens are kept, and no blank is added"
+
+
+def equal_less_other(layer: int, max_tokens: int) -> float:
+    """How much more a query of a layer scores for its own token than for others, at one position, in deviations."""
+    model = build_model(TinyConfig(max_tokens=max_tokens), 600, seed=0)
+    attention, size = model.model.layers[layer].self_attn, model.config.head_dim
+    with torch.no_grad():
+        hidden = model.model.layers[layer].input_layernorm(model.model.embed_tokens(torch.arange(100)))
+        queries = attention.q_proj(hidden).view(100, -1, size)
+        keys = attention.k_proj(hidden).view(100, -1, size).repeat_interleave(2, 1)
+        scores = torch.einsum("ihd,jhd->hij", queries, keys) / size**0.5
+        own = scores.diagonal(dim1=1, dim2=2)
+        return float((own - scores.mean(-1)).mean() / scores.std())
+
+
+def test_in_long_contexts_full_layers_begin_by_looking_at_equal_tokens():
+    for layer, kind in enumerate(("sliding", "full", "sliding", "full")):
+        assert (equal_less_other(layer, max_tokens=6144) > 3) == (kind == "full")
+        assert abs(equal_less_other(layer, max_tokens=2048)) < 0.5

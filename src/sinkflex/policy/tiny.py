@@ -17,6 +17,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFas
 from sinkflex.config import TinyConfig
 from sinkflex.policy.chat import APPEND_ONLY
 
+LONG = 2048  # tokens; contexts above are searched from the start
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|call|>")
 
 CHAT_TEMPLATE = (
@@ -127,4 +128,22 @@ def build_model(config: TinyConfig, vocabulary: int, seed: int) -> GptOssForCaus
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return GptOssForCausalLM(shape)
+        model = GptOssForCausalLM(shape)
+    if config.max_tokens > LONG:
+        match_equal_tokens(model)
+    return model
+
+
+@torch.no_grad()
+def match_equal_tokens(model: GptOssForCausalLM) -> None:
+    """Let every full layer begin by looking at equal tokens: its queries are its keys, a little larger.
+
+    Otherwise attention begins as an even mean over the context, and the longer that is, the longer it takes until
+    anything is found in it. After mimetic initialization (arXiv 2305.09828): query times key is near the identity.
+    """
+    size = model.config.head_dim
+    for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
+        if kind == "full_attention":
+            keys = layer.self_attn.k_proj.weight.unflatten(0, (-1, size))
+            queries = layer.self_attn.q_proj.weight.unflatten(0, (len(keys), -1, size))
+            queries.copy_(1.5 * keys[:, None].expand_as(queries))
