@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -159,6 +160,7 @@ def test_tasks_of_ones_own_may_hold_anything(here: Here, tmp_path: Path) -> None
 
 
 def test_a_score_of_an_interrupted_run_says_which_step_it_is_of(here: Here, tmp_path: Path) -> None:
+    tmp_path /= "a run"  # what is told to type is typed as it is
     config: Config = load_config(SMOKE, [*SMALL, f"run.directory={tmp_path}", "train.steps=3"])
     with pytest.raises(KeyboardInterrupt):
         train(config, interrupted=lambda: True)
@@ -166,9 +168,10 @@ def test_a_score_of_an_interrupted_run_says_which_step_it_is_of(here: Here, tmp_
     shutil.copytree(newest, f"{newest}_copy")  # a person's own
     out = here("evaluate", str(tmp_path), "--split", "base")[1]
     assert f"\npolicy: {tmp_path}/checkpoints/step_0\n" in f"\n{out}"
-    told = f"checkpoint: step_0, the best that was validated; the newest is step_1: sinkflex evaluate {newest}/model"
+    told = "checkpoint: step_0, the best that was validated; the newest is step_1: sinkflex evaluate "
     assert told in out
-    command = out.partition("sinkflex evaluate ")[2].splitlines()[0].split()
+    command = shlex.split(out.partition("sinkflex evaluate ")[2].splitlines()[0])
+    assert command[0] == f"{newest}/model"
     assert f"policy: {newest}/model\n" in here("evaluate", *command, "--split", "base")[1]
     train(config)
     assert (

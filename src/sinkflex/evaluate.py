@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,10 +198,8 @@ def _which_checkpoint(source: Path, taken: Path) -> str:
     newest = [taken, *checkpoint.paths(source / "checkpoints")][-1]
     if taken in (source, newest):
         return ""
-    return (
-        f"{taken.name}, the best that was validated; the newest is {newest.name}: sinkflex evaluate {newest}/model "
-        f"--recipe {source}/config.toml"
-    )
+    command = shlex.join(["sinkflex", "evaluate", f"{newest}/model", "--recipe", f"{source}/config.toml"])
+    return f"{taken.name}, the best that was validated; the newest is {newest.name}: {command}"
 
 
 def _report(played: Played, tasks: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,8 +74,9 @@ def config_of(source: Path, recipe: Path | None, overrides: Sequence[str]) -> Co
     expected = "expected a run directory, a Hugging Face folder or a .jsonl.zst file"
     if source.suffix == ".toml" and source.is_file():
         directory = load_config(source).run_directory
-        first = "" if directory.is_dir() else f" after sinkflex train {source}"
-        raise ConfigError(f"{source} is a recipe, {expected}. Type sinkflex evaluate {directory}{first}")
+        first = "" if directory.is_dir() else f" after {shlex.join(['sinkflex', 'train', str(source)])}"
+        command = shlex.join(["sinkflex", "evaluate", str(directory)])
+        raise ConfigError(f"{source} is a recipe, {expected}. Type {command}{first}")
     if source.is_file():
         return None
     if not source.is_dir():
@@ -86,7 +88,7 @@ def config_of(source: Path, recipe: Path | None, overrides: Sequence[str]) -> Co
         raise ConfigError(f"{source} is a model without a recipe: name that of environment and prompt with --recipe")
     around = [*sorted(source.glob("*/config.toml")), *(folder / "config.toml" for folder in source.parents)]
     runs = [str(path.parent) for path in around if path.is_file()]
-    hint = f" Type sinkflex evaluate {runs[0]}" if runs else ""
+    hint = f" Type {shlex.join(['sinkflex', 'evaluate', runs[0]])}" if runs else ""
     raise ConfigError(f"{source} is no run: there is no config.toml in it, {expected}.{hint}")
 
 
