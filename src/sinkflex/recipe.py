@@ -121,8 +121,11 @@ def parse_section(
             text = _explain(model, item, location, key)
             # What contradicts another option is in no place of its own: its text names the options.
             named = {key, *re.findall(r"[a-z_]+(?:\.[a-z_]+)+", text)} if item["type"] == "value_error" else {key}
+            unknown = item["type"] == "extra_forbidden"  # perhaps a section: what was to be set in it names it
             related = [
-                where for name, where in (sources or {}).items() if any(f"{k}.".startswith(f"{name}.") for k in named)
+                where
+                for name, where in (sources or {}).items()
+                if (unknown and name.startswith(f"{key}.")) or any(f"{k}.".startswith(f"{name}.") for k in named)
             ]
             lines.append(f"{', '.join(related) or source}: {text}")
         raise ConfigError("\n".join(lines)) from None

@@ -140,3 +140,10 @@ def test_an_episode_with_too_few_or_too_many_advantages_is_refused_with_what_is_
     group = Group("t", [trajectory([([1, 2], [3, 4, 5], False)])])
     with pytest.raises(ValueError, match=r"an episode of 3 sampled tokens; expected one each.*np\.full"):
         rows_of([group], [[np.array(advantages, np.float32)]])
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_advantages_that_are_no_numbers_are_refused_with_the_task_they_are_of(wrong: float) -> None:
+    group = Group("t", [trajectory([([1, 2], [3, 4, 5], False)])])
+    with pytest.raises(ValueError, match=r"task t, member 0: 1 of 3 advantages are nan or inf.* finite ones"):
+        rows_of([group], [[np.array([0.5, wrong, 0.5], np.float32)]])

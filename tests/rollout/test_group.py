@@ -53,10 +53,10 @@ class Flaky(OneTurn):
         return super().step(action)
 
 
-def groups_of(task_ids: list[str], size: int, trials: bool = False) -> list[Group]:
+def groups_of(task_ids: list[str], size: int, trials: bool = False, step: int = 0) -> list[Group]:
     policy = tiny_policy()
     sampler = Sampler(policy.model, [1], slots=3, max_tokens=400, max_turn_tokens=2)
-    phase = Phase("train", 0, 0, 0, temperature=1.0, trials=trials)
+    phase = Phase("train", 0, step, 0, temperature=1.0, trials=trials)
     return rollout(task_ids, size, OneTurn, Chat(policy.tokenizer, "", TOOLS), sampler, phase)[0]
 
 
@@ -66,6 +66,14 @@ def test_siblings_meet_one_environment_and_trials_each_their_own() -> None:
     assert [len(set(group)) for group in seeds] == [1, 1, 1] and len({group[0] for group in seeds}) == 3
     assert len({t.seed for group in trials for t in group.members}) == 12
     assert [group.members[0].seed for group in trials] == [group[0] for group in seeds], "one trial is the plain score"
+
+
+def test_a_validation_has_the_users_of_the_one_before_and_a_training_step_has_others() -> None:
+    def seeds(trials: bool, step: int) -> list[int]:
+        return [t.seed for group in groups_of(["a", "b"], 2, trials, step) for t in group.members]
+
+    assert seeds(True, 0) == seeds(True, 5)
+    assert not set(seeds(False, 0)) & set(seeds(False, 5))
 
 
 @pytest.mark.parametrize("task_ids", [["broken"] * 3, ["broken", "a"]])

@@ -23,6 +23,7 @@ EXPECTED = {
     "unsure": (StopReason.REWARD_FAULT, None, "the judge cannot tell"),
     "broken": (StopReason.REWARD_FAULT, None, "KeyError: 'verdict'"),
     "local": (StopReason.REWARD_FAULT, None, "Local: of this place"),
+    "no number": (StopReason.REWARD_FAULT, None, "the reward is nan: return a finite number"),
 }
 HANGING = {
     "silent": (StopReason.DEADLINE, None, "reward took longer than its deadline"),
@@ -47,6 +48,8 @@ class Judged(GRPO):
                     pass
 
                 raise Local("of this place")
+            case "no number":
+                return RewardParts(float("nan"), {})
             case "silent":
                 await asyncio.sleep(600)
             case "loops":

@@ -22,7 +22,7 @@ def rows_of(groups: Sequence[Group], advantages: Sequence[Sequence[np.ndarray]])
         Rows; `trajectory_index` counts valid trajectories over all groups.
 
     Raises:
-        ValueError: a method gave an episode fewer or more advantages than it has sampled tokens.
+        ValueError: a method gave an episode fewer or more advantages than sampled tokens, or one that is not finite.
     """
     rows: list[Row] = []
     trajectory_index = 0
@@ -33,6 +33,11 @@ def rows_of(groups: Sequence[Group], advantages: Sequence[Sequence[np.ndarray]])
                     f"advantages of shape {np.shape(values)} for an episode of {trajectory.sampled_tokens} sampled "
                     "tokens; expected one each: let the method's `advantages` return "
                     "np.full(t.sampled_tokens, a, np.float32) for every valid member t"
+                )
+            if wrong := np.count_nonzero(~np.isfinite(values)):
+                raise ValueError(
+                    f"task {trajectory.task_id}, member {trajectory.member}: {wrong} of {len(values)} advantages are "
+                    "nan or infinite; let the method's `advantages` return finite ones, 0 where a group has no variance"
                 )
             rows += cut(trajectory, values, group_index, trajectory_index)
             trajectory_index += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 from sinkflex.run import Run
@@ -24,13 +25,13 @@ def remarks(run: Run) -> list[str]:
     path = run.directory / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []
     records = [record for record in records if record["stage"] == "train"]
-    return [text for text in (_unmoved(run, records), _invalid(run, records)) if text]
+    return [text for text in (_invalid(run, records), _unmoved(run, records)) if text]
 
 
 def _unmoved(run: Run, records: list[dict[str, Any]]) -> str:
     steps = [record for record in records if record["step"] > 0]
-    if not steps or any(record.get("learner/gradient_norm") for record in steps):
-        return ""
+    if not steps or len(steps) < run.step or any(record.get("learner/gradient_norm") for record in steps):
+        return ""  # some step moved them, or has no record
     rewards = [record["reward/mean"] for record in steps if "reward/mean" in record]
     mean = f" (mean reward {sum(rewards) / len(rewards):.3g})" if rewards else ""
     episodes = run.directory / "trajectories" / f"step_{run.step}.jsonl.zst"
@@ -38,7 +39,7 @@ def _unmoved(run: Run, records: list[dict[str, Any]]) -> str:
         f"the weights did not change: in none of {len(steps)} steps did the rewards of a group differ{mean}, and "
         "nothing else taught. Give the policy tasks that it solves now and then: a longer warm start (--set "
         "warmup.steps=N), more episodes of a task (--set rollout.group_size=N), or a reward that pays for parts. Type "
-        f"sinkflex export {episodes} --to text to read what it did"
+        f"sinkflex export {shlex.quote(str(episodes))} --to text to read what it did"
     )
 
 
@@ -55,7 +56,6 @@ def _invalid(run: Run, records: list[dict[str, Any]]) -> str:
     step, kind, _ = counted[-1]
     path = run.directory / "trajectories" / f"{kind}_{step}.jsonl.zst"
     total = sum(int(count) for _, _, count in counted)
-    cause = (
-        f"; of {kind} {step}: {faults_text(read_trajectories(path))}" if path.is_file() else ""
-    )  # it may be tidied away
+    # The file may be tidied away.
+    cause = f"; of {kind} {step}: {faults_text(read_trajectories(path))}" if path.is_file() else ""
     return f"{total} episodes of the run were invalid{cause}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,8 @@ def _score_lines(result: Mapping[str, Any]) -> list[str]:
     if result["interval"] is not None:
         lines.append(f"95% interval: {_range(result['interval'])} (bootstrap), {_range(result['wilson'])} (Wilson)")
     if "floors" in result:
-        lines.append(f"floors: {_pairs(result['floors'])} (scripted user)")
+        user = "" if re.match(r"solo|environment ", result["about"]) else " (scripted user)"
+        lines.append(f"floors: {_pairs(result['floors'])}{user}")
     if len(result["pass^k"]) > 1:
         lines += [f"{name}: {_pairs(result[name])}" for name in ("pass^k", "pass@k")]
     if result["turns"] is not None:

@@ -231,9 +231,13 @@ class _Talks:
 
 
 def _seeds(phase: Phase, index: int, task_id: str, tasks: int, members: int) -> list[int]:
-    """Seeds of the environment and its user for the members of a group: trial k stands for task k * tasks + index."""
+    """Seeds of the environment and its user for the members of a group: trial k stands for task k * tasks + index.
+
+    Trials have the same users at every step, so that validations differ by the weights alone.
+    """
     places = range(index, members * tasks, tasks) if phase.trials else [index] * members
-    return [seed_for(phase.run_seed, "environment", phase.purpose, phase.step, place, task_id) for place in places]
+    step = 0 if phase.trials else phase.step
+    return [seed_for(phase.run_seed, "environment", phase.purpose, step, place, task_id) for place in places]
 
 
 def _draws(phase: Phase, index: int, episode: Episode) -> np.random.Generator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,8 @@ def reward(groups: Sequence[Group], method: Method, workers: Nursery | None = No
     else:
         given = _in_workers(episodes, method, workers, seconds)
     for t, value in zip(episodes, given, strict=True):
+        if isinstance(value, RewardParts) and not math.isfinite(value.total):
+            value = Invalid(f"the reward is {value.total}: return a finite number, or raise what went wrong")
         if isinstance(value, RewardParts):
             t.reward, t.reward_parts = value.total, value.parts
             continue
