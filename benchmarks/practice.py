@@ -2,8 +2,8 @@
 
     python benchmarks/practice.py runs/retail_cpu --count 60
 
-Greedily, from another seed than any recipe's: the customers are the same people, their wishes are others. Prints how many
-were recognized, whose order was opened, who got what they wanted, by what they wanted. Test tasks are about other people.
+Greedily, from another seed than any recipe's: the same people with other wishes, while test tasks are about other people.
+Prints how many were recognized, how many had the right order opened, and how many got what they wanted.
 """
 
 from __future__ import annotations
