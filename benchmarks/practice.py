@@ -2,7 +2,7 @@
 
     python benchmarks/practice.py runs/retail_cpu --count 60
 
-Greedily, from another seed than any recipe's: the same people with other wishes, while test tasks are about other people.
+Greedily, from another seed than any recipe's: the same people with other wishes; test tasks are about other people.
 Prints how many were recognized, how many had the right order opened, and how many got what they wanted.
 """
 

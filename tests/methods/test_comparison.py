@@ -26,6 +26,7 @@ def script(name: str) -> ModuleType:
 
 
 comparison, semi_online, direct_opd = (script(name) for name in ("methods", "semi_online", "direct_opd"))
+seeds = script("seeds")
 
 
 @pytest.mark.parametrize(("arm", "mode"), comparison.pairs(list(comparison.ARMS), list(comparison.MODES)))
@@ -75,6 +76,8 @@ def test_the_results_are_those_of_the_recorded_rows() -> None:
     for name in ("direct_opd", "direct_opd_ahead"):
         pairs = [json.loads(line) for line in (docs / f"{name}.jsonl").read_text("utf-8").splitlines()]
         assert direct_opd.table(pairs) in (docs / "results.md").read_text("utf-8")
+    retail = [json.loads(line) for line in (docs / "retail_cpu.jsonl").read_text("utf-8").splitlines()]
+    assert seeds.table(retail) in (docs / "results.md").read_text("utf-8")
     assert {tuple(row["floors"].items()) for row in rows if row["mode"] == "dual"} == {tuple(rows[0]["floors"].items())}
 
 
