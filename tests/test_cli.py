@@ -95,6 +95,8 @@ def test_a_mistake_in_the_recipe_is_found_before_torch_is_imported():
             train("method.name=grop"),
             "--set method.name=grop: method.name: there is no method 'grop'. Did you mean grpo?",
         ),
+        (train("method.name=STEP0"), "there is no method 'STEP0'. Did you mean stepo?"),
+        (train("method.name=dapo"), "there is no method 'dapo'. It is options of grpo: Presets in docs/methods.md."),
         (train("method.clip_lo=1"), "Did you mean method.clip_low?"),
         (train("model.path=no/such/folder"), "no/such/folder"),
     ],

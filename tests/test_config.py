@@ -146,6 +146,13 @@ def test_an_override_without_section_or_value_says_the_form(tmp_path, override):
     assert mistakes(tmp_path, "", override).endswith("expected section.key=value, for instance --set train.steps=20")
 
 
+@pytest.mark.parametrize(
+    ("override", "meant"), [("groups=3", "rollout.groups=3"), ("method=stepo", "method.name=stepo")]
+)
+def test_an_override_without_its_section_is_told_the_one_option_that_it_can_mean(tmp_path, override, meant):
+    assert mistakes(tmp_path, "", override).endswith(f"expected section.key=value, for instance --set {meant}")
+
+
 def test_an_override_through_a_value_is_refused(tmp_path):
     assert "train is a value, not a section" in mistakes(tmp_path, "train = 3", "train.steps=3")
 
@@ -204,7 +211,10 @@ def test_a_missing_recipe_names_the_nearest_one(tmp_path):
     (tmp_path / "telecom_cpu.toml").touch()
     with pytest.raises(ConfigError, match=r"telecom_cp\.toml: no such file.* Did you mean .*telecom_cpu\.toml\?"):
         load_config(tmp_path / "telecom_cp.toml")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"is a folder, expected a recipe\.$"):
+        load_config(tmp_path)
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(ConfigError, match=r"is a folder, expected a recipe\. Type .*/config\.toml"):
         load_config(tmp_path)
 
 

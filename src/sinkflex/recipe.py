@@ -148,8 +148,9 @@ def dump_config(config: Config) -> str:
 
 def did_you_mean(found: str, choices: Iterable[str]) -> str:
     """Return " Did you mean X?" for the nearest choice, or an empty string."""
-    near = difflib.get_close_matches(found, list(choices), n=1)
-    return f" Did you mean {near[0]}?" if near else ""
+    names = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(found.lower(), names, n=1)
+    return f" Did you mean {names[near[0]]}?" if near else ""
 
 
 def _explain(model: type[BaseModel], item: Mapping[str, Any], location: list[str], key: str) -> str:
@@ -227,6 +228,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file, expected a recipe.{hint}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a TOML file: {error}") from None
+    except IsADirectoryError:
+        hint = f" Type {path}/config.toml for that of this run." if (path / "config.toml").is_file() else ""
+        raise ConfigError(f"{path}: is a folder, expected a recipe.{hint}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}), expected a recipe.") from None
 
@@ -235,7 +239,10 @@ def _parse_override(text: str) -> tuple[list[str], Any]:
     key, separator, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not separator or len(parts) < 2 or not all(parts):
-        raise ConfigError(f"--set {text}: expected section.key=value, for instance --set train.steps=20")
+        # What stands alone is perhaps an option without its section, or a section whose name was meant.
+        near = [name for name in _options(Config) if name.endswith(f".{key.strip()}") or name == f"{key.strip()}.name"]
+        instance = f"{near[0]}={value.strip()}" if separator and len(near) == 1 else "train.steps=20"
+        raise ConfigError(f"--set {text}: expected section.key=value, for instance --set {instance}")
     try:
         return parts, tomllib.loads(f"value = {value.strip()}")["value"]
     except tomllib.TOMLDecodeError:

@@ -138,8 +138,9 @@ def method_class(name: str) -> type[Method]:
     path = METHODS.get(name, name)
     module_name, _, class_name = path.partition(":")
     if not class_name:
-        known = ", ".join(METHODS)
-        raise ValueError(f"method.name: there is no method {name!r}.{did_you_mean(name, METHODS)} Methods: {known}.")
+        preset = name.lower() in ("dr_grpo", "dapo", "rloo", "cispo")
+        hint = " It is options of grpo: Presets in docs/methods.md." if preset else did_you_mean(name, METHODS)
+        raise ValueError(f"method.name: there is no method {name!r}.{hint} Methods: {', '.join(METHODS)}.")
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
