@@ -13,6 +13,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from tau2.data_model.tasks import Action
+
 from sinkflex.build import set_up_torch
 from sinkflex.config import Config
 from sinkflex.envs.tau2 import practice
@@ -26,9 +28,16 @@ SEED = 10**6
 STAGES = ("customers", "recognized", "order opened", "satisfied")
 
 
+def wish_of(task_id: str) -> Action:
+    """Return the one change that a practice customer wants, as the call that makes it."""
+    criteria = read("retail", task_id).evaluation_criteria
+    assert criteria is not None and criteria.actions
+    return criteria.actions[0]
+
+
 def stages(episode: Trajectory) -> list[str]:
     """Return what was reached."""
-    wish = read("retail", episode.task_id).evaluation_criteria.actions[0]
+    wish = wish_of(episode.task_id)
     calls = [call for turn in episode.turns for call in turn.action.tool_calls]
     told = [message.content for turn in episode.turns for message in turn.observation]
     recognized = any(text.startswith('{"user_id"') for text in told)
@@ -42,8 +51,7 @@ def table(episodes: list[Trajectory]) -> str:
     """Return counts by wish as Markdown."""
     counts: dict[str, Counter[str]] = {}
     for episode in episodes:
-        wish = read("retail", episode.task_id).evaluation_criteria.actions[0].name
-        for name in (wish, "all"):
+        for name in (wish_of(episode.task_id).name, "all"):
             counts.setdefault(name, Counter()).update(stages(episode))
     lines = [f"| wish | {' | '.join(STAGES)} |", "| --- " * (len(STAGES) + 1) + "|"]
     return "\n".join(

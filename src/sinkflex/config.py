@@ -93,7 +93,7 @@ class TinyConfig(Section):
     vocabulary: Annotated[int, Field(ge=512)] = 2048
     """Size of the tokenizer trained on the domain's texts."""
     max_tokens: Count = 2048
-    """Longest sequence the model accepts."""
+    """Longest sequence the model accepts; above 2048, full layers begin by looking at equal tokens."""
 
 
 class LoraConfig(Section):
