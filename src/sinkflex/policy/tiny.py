@@ -143,8 +143,8 @@ def match_equal_tokens(model: GptOssForCausalLM) -> None:
     anything is found in it. After mimetic initialization (arXiv 2305.09828): query times key is near the identity.
     """
     size = model.config.head_dim
-    kinds: Any = model.config.layer_types
-    for layer, kind in zip(model.model.layers, kinds, strict=True):
+    layers: Any = model.model.layers
+    for layer, kind in zip(layers, model.config.layer_types or (), strict=True):
         if kind == "full_attention":
             keys = layer.self_attn.k_proj.weight.unflatten(0, (-1, size))
             queries = layer.self_attn.q_proj.weight.unflatten(0, (len(keys), -1, size))
