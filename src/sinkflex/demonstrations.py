@@ -17,7 +17,7 @@ from sinkflex.tasks.suites import scored_tasks, training_tasks
 from sinkflex.users.retail import KINDS
 
 EVERYTHING = 10**9
-# What the warm start shows first: up to a share of its steps, so many turns of episodes of no more than so many tokens.
+# What the warm start shows: up to a share of its steps, so many turns of the episodes of no more than so many tokens.
 # In retail ids have to be copied, which is learned where there are few of them.
 STAGES = {"retail": ((0.15, 3, EVERYTHING), (1.0, EVERYTHING, 1100))}
 
